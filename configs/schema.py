@@ -22,9 +22,7 @@ def option(
     choices: tuple[str, ...] | None = None,
 ) -> Any:
     """A documented field with its limits; mutable defaults are not allowed in a frozen config."""
-    return field(
-        default=default, metadata={"help": help, "minimum": minimum, "maximum": maximum, "choices": choices}
-    )
+    return field(default=default, metadata={"help": help, "minimum": minimum, "maximum": maximum, "choices": choices})
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +42,8 @@ class ModelConfig:
         choices=("auto", "bf16", "fp16", "fp32"),
     )
     max_model_len: int = option(
-        0, "Most tokens of prompt + output of one request. 0: what the model was trained for, or what the KV cache holds.",
+        0,
+        "Most tokens of prompt + output of one request. 0: what the model was trained for, or what the KV cache holds.",
         minimum=0,
     )
     chat_template: str = option("", "Path of a Jinja file to use instead of the model's own chat template.")
@@ -53,13 +52,16 @@ class ModelConfig:
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     kind: str = option(
-        "native", "native: our torch engine; fake: deterministic tokens by a step-time law, without a model (for tests).",
+        "native",
+        "native: our torch engine; fake: deterministic tokens by a step-time law, without a model (for tests).",
         choices=("native", "fake"),
     )
     device: str = option("auto", "auto: cuda if there is one, else cpu.", choices=("auto", "cpu", "cuda"))
     num_threads: int = option(
-        0, "Threads of one replica's matrix products on a CPU. 0: the replica's `num_cpus`, rounded down, at least 1.",
-        minimum=0, maximum=1024,
+        0,
+        "Threads of one replica's matrix products on a CPU. 0: the replica's `num_cpus`, rounded down, at least 1.",
+        minimum=0,
+        maximum=1024,
     )
     kv_cache_bytes: int = option(
         0,
@@ -73,12 +75,14 @@ class EngineConfig:
         512,
         "Most tokens computed in one step: the chunk size of prefill. Small keeps the time between tokens short while long "
         "prompts arrive; large prefills faster.",
-        minimum=16, maximum=65536,
+        minimum=16,
+        maximum=65536,
     )
     chunked_prefill: bool = option(True, "False computes each prompt in one step however long; only for comparison.")
     prefix_caching: bool = option(True, "Reuse the KV blocks of equal prefixes.")
     attention: str = option(
-        "auto", "auto: the fast path; reference: the plain tiled path, slow, for comparison.",
+        "auto",
+        "auto: the fast path; reference: the plain tiled path, slow, for comparison.",
         choices=("auto", "reference"),
     )
     max_queued_requests: int = option(
@@ -114,14 +118,16 @@ class ReplicasConfig:
 @dataclass(frozen=True, slots=True)
 class RouterConfig:
     policy: str = option(
-        "prefix", "prefix: by cached prefix and predicted time to first token; power_of_two, round_robin: for comparison.",
+        "prefix",
+        "prefix: by cached prefix and predicted time to first token; power_of_two, round_robin: for comparison.",
         choices=("prefix", "power_of_two", "round_robin"),
     )
     margin: float = option(
         0.25,
         "The replica with the longest match is left only if another would answer sooner by this share of the holder's "
         "predicted time to first token, and by `margin_s` as well.",
-        minimum=0, maximum=1,
+        minimum=0,
+        maximum=1,
     )
     margin_s: float = option(0.05, "See `margin`; seconds.", minimum=0)
     min_match_blocks: int = option(
@@ -175,9 +181,7 @@ class IngressConfig:
         "How tokens come from replicas. socket: the replica's own TCP socket; classic: Ray Serve's streaming calls.",
         choices=("socket", "classic"),
     )
-    expose_routing: bool = option(
-        False, "Put each routing decision and its reason into response headers (x-trieserve-*)."
-    )
+    expose_routing: bool = option(False, "Put each routing decision and its reason into response headers (x-trieserve-*).")
     keep_alive_s: float = option(15.0, "A comment line goes out on a stream that was silent this long.", minimum=0.1)
     api_keys: tuple[ApiKey, ...] = option(
         (), "Who may call. Empty: everybody, which is refused unless `host` is loopback or `allow_anonymous` is true."
