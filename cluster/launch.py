@@ -1,0 +1,187 @@
+"""`python -m cluster up`: start (or join) a Ray cluster, deploy the app, prove it with a real request, say "ready".
+
+Where RAY_ADDRESS is set (always inside `ray job submit`) the app is deployed on that cluster and stays when this process ends.
+Otherwise a cluster of this process's own is started, and everything ends with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import math
+import os
+import signal
+import socket
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import ray
+from ray import serve
+from rich.console import Console
+
+from cluster.app import build_app, cluster_secret
+from configs.load import to_mapping
+from configs.schema import AppConfig
+from replicas.errors import ConfigError
+
+console = Console(stderr=True)
+
+_OBJECT_STORE_BYTES = 256 * 2**20
+_PROBE_TIMEOUT_S = 120.0
+
+
+def up(config: AppConfig) -> None:
+    started = time.monotonic()
+    owned = "RAY_ADDRESS" not in os.environ
+    if owned:
+        _check_port(config)
+        with tempfile.TemporaryDirectory(prefix="trieserve-") as scratch:
+            _local_environment(config, Path(scratch))
+            try:
+                with console.status("starting a local Ray cluster"):
+                    _start_ray(config)
+                deploy(config)
+                _announce(config, time.monotonic() - started)
+                _wait_for_signal()
+            finally:
+                console.print("stopping")
+                ray.shutdown()
+    else:
+        with console.status("joining the Ray cluster"):
+            ray.init(address="auto", ignore_reinit_error=True, log_to_driver=False)
+        deploy(config)
+        _announce(config, time.monotonic() - started)
+
+
+def deploy(config: AppConfig) -> None:
+    """Deploy on the connected cluster and return once a real request was answered."""
+    serve.start(
+        proxy_location="EveryNode",
+        http_options={
+            "host": config.ingress.host,
+            "port": config.ingress.port,
+            "request_timeout_s": config.ingress.limits.request_timeout_s,
+        },
+    )
+    with console.status(f"starting {config.ingress.num} ingress(es) and {config.replicas.num} replica(s)"):
+        serve.run(build_app(to_mapping(config)), name=config.name, route_prefix="/", blocking=False)
+    with console.status("waiting for a real answer"):
+        _probe(config)
+
+
+def probe_key(secret: bytes) -> str:
+    """The API key with which `up` sends its own request: only who knows the deployment's secret can compute it."""
+    return hmac.new(secret, b"trieserve-probe", hashlib.sha256).hexdigest()
+
+
+def _start_ray(config: AppConfig) -> None:
+    """Logical CPUs are what the app asks for, so that two replicas start on a laptop with two cores as well."""
+    asked = config.replicas.num * config.replicas.num_cpus + config.ingress.num * config.ingress.num_cpus
+    ray.init(
+        address="local",
+        num_cpus=max(math.ceil(asked) + 1, os.cpu_count() or 1),
+        include_dashboard=False,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        log_to_driver=False,
+    )
+
+
+def _local_environment(config: AppConfig, scratch: Path) -> None:
+    """Ray reads these when it starts processes. HAProxy's files go to a folder that only this user can read."""
+    haproxy = scratch / "haproxy"
+    haproxy.mkdir(mode=0o700)
+    defaults = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_ENABLE_HA_PROXY": "1" if config.ingress.haproxy else "0",
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
+        # Longer than the longest stream: a reload of HAProxy must not cut one (ray #66056).
+        "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(int(config.ingress.limits.request_timeout_s) + 60),
+        "RAY_SERVE_HAPROXY_TCP_NODELAY": "1",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+    }
+    for name, value in defaults.items():
+        os.environ.setdefault(name, value)
+
+
+def _check_port(config: AppConfig) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.ingress.host, config.ingress.port))
+        except OSError as error:
+            raise ConfigError(
+                f"ingress.port={config.ingress.port} on {config.ingress.host} can't be used ({error.strerror}); "
+                "choose another, e.g. `ingress.port=8001`"
+            ) from error
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def base_url(config: AppConfig) -> str:
+    host = "127.0.0.1" if config.ingress.host in ("0.0.0.0", "") else config.ingress.host
+    return f"http://{host}:{config.ingress.port}"
+
+
+def _probe(config: AppConfig) -> None:
+    """A chat of a few tokens through the public port. Serve reports RUNNING even when its proxy can't import the app and every
+    request hangs, so nothing less proves that it serves."""
+    body = {
+        "model": config.model.served_name,
+        "messages": [{"role": "user", "content": "Say hello."}],
+        "max_tokens": 4,
+        "temperature": 0,
+    }
+    headers = {"Authorization": f"Bearer {probe_key(cluster_secret(config))}"}
+    deadline = time.monotonic() + _PROBE_TIMEOUT_S
+    last = "no answer"
+    while time.monotonic() < deadline:
+        try:
+            reply = httpx.post(f"{base_url(config)}/v1/chat/completions", json=body, headers=headers, timeout=60)
+            if reply.status_code == 200:
+                return
+            last = f"HTTP {reply.status_code}: {reply.text[:300]}"
+            if reply.status_code < 500 and reply.status_code not in (404, 408, 429):
+                break
+        except httpx.TransportError as error:
+            last = f"{type(error).__name__}: {error}"
+        time.sleep(0.2)
+    raise ConfigError(f"the app is deployed but does not answer on {base_url(config)}: {last}")
+
+
+def _announce(config: AppConfig, seconds: float) -> None:
+    body = {
+        "model": config.model.served_name,
+        "messages": [{"role": "user", "content": "What is a prefix tree?"}],
+        "max_tokens": 64,
+    }
+    key = ' -H "Authorization: Bearer $TRIESERVE_API_KEY"' if config.ingress.api_keys else ""
+    console.print(
+        f"{config.replicas.num} x {config.model.served_name} ({config.engine.kind}), router {config.router.policy}, "
+        f"after {seconds:.0f} s"
+    )
+    print(f"ready: {base_url(config)}", flush=True)
+    print(
+        f"curl {base_url(config)}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'",
+        flush=True,
+    )
+
+
+def _wait_for_signal() -> None:
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()

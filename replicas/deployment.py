@@ -1,0 +1,111 @@
+"""The Ray Serve deployment around one Engine: starts it, serves its tokens and KV events on a socket, reports its health.
+
+The engine steps on its own thread; each step's output crosses to the event loop in one call. Tokens then go over the
+replica's own TCP socket (replicas.stream_server) to the ingresses, or, on the classic path, through Serve's streaming calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import ray
+
+from configs.load import from_mapping
+from replicas.build import build_engine
+from replicas.contract import Delta, GenerationRequest, StepOutput
+from replicas.metrics import ReplicaMetrics
+from replicas.metrics_http import serve_metrics
+from replicas.stream_hub import StreamHub
+from replicas.stream_server import StreamServer
+
+_LOOP_LAG_PERIOD_S = 0.25
+
+
+class EngineReplica:
+    """One engine. `settings` is configs.load.to_mapping of the app's config; `secret` is shared with the ingresses."""
+
+    async def __init__(self, settings: Mapping[str, Any], secret: bytes) -> None:
+        self._config = from_mapping(settings)
+        self._loop = asyncio.get_running_loop()
+        self._boot_id = secrets.token_hex(8)
+        replicas_on_node = self._config.replicas.num
+        self._engine = await asyncio.to_thread(build_engine, self._config, replicas_on_node=replicas_on_node)
+        info = self._engine.info
+        self._hub = StreamHub(self._engine, time.monotonic)
+        self._metrics = ReplicaMetrics(info.model_name, engine_label=self._boot_id, info=info)
+        self._hub.on_submit = self._on_submit
+        host = self._config.replicas.host
+        self._server = StreamServer(
+            self._hub, host=host, secret=secret, boot_id=self._boot_id, on_orphaned_slot=self._release_slot
+        )
+        self._engine.start(self._on_step)
+        self._endpoint = await self._server.start()
+        self._metrics_port, self._close_metrics = serve_metrics(self._metrics.registry, host)
+
+    # ---- the engine's thread hands over ----
+
+    def _on_step(self, output: StepOutput) -> None:
+        self._loop.call_soon_threadsafe(self._publish, output)
+
+    def _publish(self, output: StepOutput) -> None:
+        self._hub.publish(output)
+        self._metrics.observe(output, time.monotonic())
+
+    def _on_submit(self, request: GenerationRequest) -> None:
+        self._metrics.on_submit(request.request_id, time.monotonic(), len(request.prompt_token_ids))
+
+    # ---- what Serve asks ----
+
+    def record_replica_metadata(self) -> dict[str, Any]:
+        """Fixed facts that reach every router and ingress with the membership."""
+        host, port = self._endpoint
+        if host == "0.0.0.0":
+            host = ray.util.get_node_ip_address()
+        return {
+            "endpoint": [host, port],
+            "boot_id": self._boot_id,
+            "metrics_port": self._metrics_port,
+            "pid": os.getpid(),
+            "info": asdict(self._engine.info),
+        }
+
+    def check_health(self) -> None:
+        age_s = self._engine.heartbeat_age_s()
+        if age_s > self._config.replicas.stalled_after_s:
+            raise RuntimeError(f"the engine has work but made no step for {age_s:.0f} s")
+
+    async def __del__(self) -> None:
+        """Serve calls this when every reserved slot is free again, or when `drain_timeout_s` is over."""
+        if hasattr(self, "_server"):
+            await self._server.close()
+            self._close_metrics()
+            await asyncio.to_thread(self._engine.shutdown)
+
+    # ---- what ingresses call ----
+
+    async def describe(self) -> dict[str, Any]:
+        return self.record_replica_metadata()
+
+    async def metrics_text(self) -> tuple[str, bytes]:
+        return self._boot_id, self._metrics.render()
+
+    async def generate(self, _ticket: Any, request: GenerationRequest) -> AsyncIterator[Delta]:
+        """The classic path: deltas as a Serve stream. `_ticket` is there for the router."""
+        async for delta in self._hub.stream(request):
+            yield delta
+
+    async def clear_cache(self) -> None:
+        self._engine.clear_cache()
+
+    # ---- Serve's slots ----
+
+    def _release_slot(self, slot: str) -> None:
+        """An ingress died while it held a slot that it had reserved here. Serve gives slots no expiry, so the replica
+        returns it through its own actor; releasing a slot twice is harmless (ray 2.60, `ReplicaActor.release_slot`)."""
+        ray.get_runtime_context().current_actor.release_slot.remote(slot)
