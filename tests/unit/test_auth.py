@@ -27,7 +27,9 @@ def test_the_scheme_is_read_without_regard_to_case_and_spaces(authenticator):
     assert authenticator.identify(f"  bearer   {ALICE} ").name == "alice"
 
 
-@pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", f"Basic {ALICE}", ALICE, f"Bearer {ALICE}x", "Bearer \ud800"])
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer ", f"Basic {ALICE}", ALICE, f"Bearer {ALICE}x", "Bearer \ud800"]
+)
 def test_anything_but_a_known_key_is_refused_with_401(authenticator, header):
     with pytest.raises(AuthenticationError) as caught:
         authenticator.identify(header)
