@@ -33,7 +33,7 @@ help:
 setup: $(DEV_STAMP)
 
 serve: $(SERVE_STAMP)
-	$(RUN) -m cluster up --config $(CONFIG) $(foreach item,$(SET),--set $(item))
+	$(RUN) -m cluster up --config $(CONFIG) $(SET)
 
 test: $(DEV_STAMP)
 	$(RUN) -m pytest $(ARGS)

@@ -22,7 +22,7 @@ from configs.reflect import Setting, describe, json_schema
 from configs.schema import AppConfig
 from replicas.errors import ConfigError
 
-__all__ = ["Setting", "describe", "from_mapping", "json_schema", "load", "resolve_secret", "to_mapping"]
+__all__ = ["Setting", "describe", "from_mapping", "from_part", "json_schema", "load", "resolve_secret", "to_mapping"]
 
 _RANDOM_SECRET_BYTES = 32
 
@@ -50,6 +50,16 @@ def from_mapping(mapping: Mapping[str, Any]) -> AppConfig:
     config, faults = read_app(mapping)
     if not faults:  # with a fault some field holds its default, about which the user said nothing
         faults = problems(config)
+    if faults:
+        raise _error(faults)
+    return config
+
+
+def from_part(mapping: Mapping[str, Any]) -> AppConfig:
+    """Some sections of a configuration that was checked as a whole before, for a process that may not see the others: a
+    replica gets no API keys. Raises ConfigError for what is wrong within a field; what lies between fields isn't judged.
+    """
+    config, faults = read_app(mapping)
     if faults:
         raise _error(faults)
     return config

@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.load import describe, from_mapping, json_schema, load, resolve_secret, to_mapping
+from configs.load import describe, from_mapping, from_part, json_schema, load, resolve_secret, to_mapping
 from configs.reflect import Dial, Shape, dials_of
 from configs.schema import ApiKey, AppConfig
 from replicas.errors import ConfigError
@@ -221,6 +221,13 @@ def test_fields_that_do_not_fit_together_are_refused(mapping, key):
 )
 def test_fields_that_fit_together_are_accepted(mapping):
     from_mapping(mapping)
+
+
+def test_a_part_of_a_checked_configuration_is_not_judged_for_what_it_lacks():
+    """A replica that listens beyond loopback is told neither the API keys nor where the secret comes from."""
+    assert from_part({"replicas": {"host": "10.0.0.1"}}).replicas.host == "10.0.0.1"
+    with pytest.raises(ConfigError, match=r"replicas\.num"):
+        from_part({"replicas": {"num": 0}})
 
 
 # The secret
