@@ -19,7 +19,9 @@ from replicas.errors import (
 
 
 def all_errors(root: type[TrieserveError] = TrieserveError) -> list[type[TrieserveError]]:
-    return [root, *(found for child in root.__subclasses__() for found in all_errors(child))]
+    """Depth first, as they are drawn; without what other modules may derive."""
+    children = [child for child in root.__subclasses__() if child.__module__ == errors.__name__]
+    return [root, *(found for child in children for found in all_errors(child))]
 
 
 def crossed(error: TrieserveError) -> TrieserveError:
