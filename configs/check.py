@@ -30,7 +30,7 @@ def is_loopback(host: str) -> bool:
 
 def problems(config: AppConfig) -> list[str]:
     """What is wrong between the fields, each with its dotted key; empty if nothing is. Looks at `config` alone."""
-    return [*_naming_problems(config), *_device_problems(config), *_key_problems(config), *_exposure_problems(config)]
+    return [*_naming_problems(config), *_engine_problems(config), *_key_problems(config), *_exposure_problems(config)]
 
 
 def _naming_problems(config: AppConfig) -> list[str]:
@@ -47,15 +47,19 @@ def _naming_problems(config: AppConfig) -> list[str]:
     return found
 
 
-def _device_problems(config: AppConfig) -> list[str]:
-    if config.engine.kind != "native":
-        return []
-    device, num_gpus = config.engine.device, config.replicas.num_gpus
-    if device == "cuda" and num_gpus == 0:
-        return ["replicas.num_gpus: 0, but engine.device is cuda: Ray hides the GPUs from a replica that reserves none"]
-    if device == "cpu" and num_gpus > 0:
-        return [f"replicas.num_gpus: {num_gpus} would be reserved and idle, because engine.device is cpu"]
-    return []
+def _engine_problems(config: AppConfig) -> list[str]:
+    found = []
+    engine, num_gpus = config.engine, config.replicas.num_gpus
+    if engine.max_num_batched_tokens < engine.max_num_seqs:
+        found.append(
+            f"engine.max_num_batched_tokens: {engine.max_num_batched_tokens} is less than engine.max_num_seqs "
+            f"({engine.max_num_seqs}), but a step gives every running sequence its next token"
+        )
+    if engine.kind == "native" and engine.device == "cuda" and num_gpus == 0:
+        found.append("replicas.num_gpus: 0, but engine.device is cuda: Ray hides the GPUs from a replica that reserves none")
+    if engine.kind == "native" and engine.device == "cpu" and num_gpus > 0:
+        found.append(f"replicas.num_gpus: {num_gpus} would be reserved and idle, because engine.device is cpu")
+    return found
 
 
 def _key_problems(config: AppConfig) -> list[str]:

@@ -17,6 +17,7 @@ from replicas.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 DIGEST = "ab" * 32
+MUST_FIT_OTHERS = {"device", "num_gpus", "max_num_seqs", "max_num_batched_tokens"}
 
 
 @pytest.fixture(autouse=True)
@@ -197,6 +198,7 @@ def test_a_refusal_never_shows_a_secret_or_a_key(mapping):
         ),
         ({"engine": {"device": "cuda"}}, "replicas.num_gpus"),
         ({"engine": {"device": "cpu"}, "replicas": {"num_gpus": 1}}, "replicas.num_gpus"),
+        ({"engine": {"max_num_batched_tokens": 63}}, "engine.max_num_batched_tokens"),
         ({"model": {"source": "builtin:other"}}, "model.source"),
         ({"model": {"served_name": " "}}, "model.served_name"),
         ({"name": ""}, "name"),
@@ -272,7 +274,7 @@ def _mappings(section: type) -> st.SearchStrategy[dict[str, object]]:
     optional = {
         name: _mappings(dial.type) if dial.shape is Shape.SECTION else _values(dial)
         for name, dial in dials_of(section).items()
-        if dial.shape is not Shape.LIST and name not in ("device", "num_gpus")  # they must fit together
+        if dial.shape is not Shape.LIST and name not in MUST_FIT_OTHERS
     }
     return st.fixed_dictionaries({}, optional=optional)
 
