@@ -229,6 +229,7 @@ class StreamClient:
         task = self._connections.get(endpoint)
         if task is None:
             task = asyncio.create_task(self._connect(endpoint))
+            task.add_done_callback(_mark_retrieved)
             self._connections[endpoint] = task
         return await asyncio.shield(task)  # one impatient caller must not end the others' connection
 
@@ -243,6 +244,12 @@ class StreamClient:
             forget()
             raise
         return connection
+
+
+def _mark_retrieved(task: asyncio.Task[_Connection]) -> None:
+    """That nobody waits any more for a connection that fails is no news for the log."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _rebuild(error: ErrorInfo) -> TrieserveError:

@@ -19,12 +19,11 @@ import ray
 from configs.load import from_mapping
 from replicas.build import build_engine
 from replicas.contract import Delta, GenerationRequest, StepOutput
+from replicas.measured_engine import MeasuredEngine
 from replicas.metrics import ReplicaMetrics
 from replicas.metrics_http import serve_metrics
 from replicas.stream_hub import StreamHub
 from replicas.stream_server import StreamServer
-
-_LOOP_LAG_PERIOD_S = 0.25
 
 
 class EngineReplica:
@@ -37,15 +36,13 @@ class EngineReplica:
         replicas_on_node = self._config.replicas.num
         self._engine = await asyncio.to_thread(build_engine, self._config, replicas_on_node=replicas_on_node)
         info = self._engine.info
-        self._hub = StreamHub(self._engine, time.monotonic)
-        self._metrics = ReplicaMetrics(info.model_name, engine_label=self._boot_id, info=info)
-        self._hub.on_submit = self._on_submit
-        host = self._config.replicas.host
-        self._server = StreamServer(
-            self._hub, host=host, secret=secret, boot_id=self._boot_id, on_orphaned_slot=self._release_slot
-        )
+        self._metrics = ReplicaMetrics(info.model_name, self._boot_id, time.monotonic, block_size=info.block_size)
+        self._metrics.observe(StepOutput((), None, self._engine.stats()), time.monotonic())
+        self._hub = StreamHub(MeasuredEngine(self._engine, self._metrics, time.monotonic), time.monotonic)
+        self._server = StreamServer(self._hub, secret, self._boot_id, on_orphaned_slot=self._release_slot)
         self._engine.start(self._on_step)
-        self._endpoint = await self._server.start()
+        host = self._config.replicas.host
+        self._endpoint = await self._server.start(host)
         self._metrics_port, self._close_metrics = serve_metrics(self._metrics.registry, host)
 
     # ---- the engine's thread hands over ----
@@ -57,18 +54,15 @@ class EngineReplica:
         self._hub.publish(output)
         self._metrics.observe(output, time.monotonic())
 
-    def _on_submit(self, request: GenerationRequest) -> None:
-        self._metrics.on_submit(request.request_id, time.monotonic(), len(request.prompt_token_ids))
-
     # ---- what Serve asks ----
 
     def record_replica_metadata(self) -> dict[str, Any]:
         """Fixed facts that reach every router and ingress with the membership."""
-        host, port = self._endpoint
+        host = self._endpoint.host
         if host == "0.0.0.0":
             host = ray.util.get_node_ip_address()
         return {
-            "endpoint": [host, port],
+            "endpoint": [host, self._endpoint.port],
             "boot_id": self._boot_id,
             "metrics_port": self._metrics_port,
             "pid": os.getpid(),
@@ -83,8 +77,9 @@ class EngineReplica:
     async def __del__(self) -> None:
         """Serve calls this when every reserved slot is free again, or when `drain_timeout_s` is over."""
         if hasattr(self, "_server"):
+            await self._server.drain()
             await self._server.close()
-            self._close_metrics()
+            await asyncio.to_thread(self._close_metrics)
             await asyncio.to_thread(self._engine.shutdown)
 
     # ---- what ingresses call ----

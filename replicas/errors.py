@@ -96,8 +96,16 @@ class DeadlineError(OverloadedError):
 
 
 class ReplicaLostError(TrieserveError):
+    """`replica` names the one that was lost, where it is known, so that a retry can leave it out."""
+
     status = 503
     code = "replica_lost"
+
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str | None = None, replica: str | None = None
+    ) -> None:
+        super().__init__(message, param=param, code=code)
+        self.replica = replica
 
 
 class EngineError(TrieserveError):

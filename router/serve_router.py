@@ -20,6 +20,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from replicas.blocks import BlockHash
 from replicas.contract import EngineStats, KVEvents
+from replicas.wire import Endpoint
 from router import runtime
 from router.core import Router
 from router.feed import ReplicaFeed
@@ -43,7 +44,7 @@ class PrefixRequestRouter(RequestRouter):
         if context is None:
             return
         self._secret = context.secret
-        self._core = Router.from_config(context.config)
+        self._core = Router(context.config)
         runtime.register(self._core)
 
     # ---- membership: Serve calls these on the router's loop ----
@@ -76,7 +77,7 @@ class PrefixRequestRouter(RequestRouter):
                     max_num_seqs=facts["info"]["max_num_seqs"],
                 ),
             )
-            feed = ReplicaFeed(name, host, port, facts["boot_id"], self._secret, _Listener(self._core))
+            feed = ReplicaFeed(name, Endpoint(host, port, facts["boot_id"]), self._secret, _Listener(self._core))
             feed.start()
             self._feeds[name] = feed
 
@@ -142,7 +143,7 @@ class _Listener:
         self._core = core
 
     def on_snapshot(self, replica: str, sequence: int, hashes: Sequence[BlockHash]) -> None:
-        self._core.snapshot(replica, sequence, hashes)
+        self._core.snapshot(replica, hashes, sequence)
 
     def on_events(self, replica: str, events: KVEvents) -> bool:
         return self._core.apply(replica, events)
@@ -151,4 +152,4 @@ class _Listener:
         self._core.report(replica, stats, time.monotonic())
 
     def on_lost(self, replica: str) -> None:
-        self._core.lost(replica)
+        """What was known stays in use: a replica that died leaves by Serve's word, another sends a snapshot soon."""

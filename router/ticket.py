@@ -1,4 +1,4 @@
-"""What one request brings to the router, and what the router's choice leaves on it. Stdlib only.
+"""What one request brings to the router, and what the router's choice leaves on it.
 
 The ingress passes a Ticket as the first argument of `handle.choose_replica(ticket)` (or `handle.generate.remote(ticket, ...)`);
 the router, on a thread of its own in the same process, writes `decision` and `lease` before the choice is returned. In
@@ -7,16 +7,9 @@ another process (the replica, on the classic path) only the facts arrive: a leas
 
 from __future__ import annotations
 
-from typing import Protocol
-
 from replicas.blocks import BlockHash
+from router.fleet import Lease
 from router.policy import Decision
-
-
-class Lease(Protocol):
-    """Load counted against a replica until it is released or expires; `release` may come from any thread."""
-
-    def release(self) -> None: ...
 
 
 class Ticket:
@@ -33,6 +26,11 @@ class Ticket:
         self.decision: Decision | None = None
         self.decide_s: float | None = None
         self.lease: Lease | None = None
+
+    def first_token(self) -> None:
+        """The prompt is computed on its replica. From any thread, any number of times."""
+        if self.lease is not None:
+            self.lease.first_token()
 
     def release(self) -> None:
         """Give the lease back. Idempotent."""

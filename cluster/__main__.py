@@ -1,0 +1,100 @@
+"""The command line: `python -m cluster up|check|status|build|hash-key`. Each command's work is in a file of its own."""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+from cluster.auth import hash_api_key
+from configs.load import load
+from configs.schema import AppConfig
+from replicas.errors import TrieserveError
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+def parser() -> argparse.ArgumentParser:
+    root = argparse.ArgumentParser(prog="python -m cluster", description="Trieserve: an LLM serving cluster on Ray.")
+    commands = root.add_subparsers(dest="command", required=True)
+
+    def with_config(name: str, help: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help)
+        command.add_argument("config_file", nargs="?", metavar="CONFIG", help="YAML file; without one, the defaults")
+        command.add_argument("--config", dest="config_option", metavar="CONFIG", help="the same, as an option")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help="dotted overrides, e.g. replicas.num=3")
+        return command
+
+    with_config("up", "start the app and serve; on RAY_ADDRESS's cluster if set, else on one of its own until Ctrl-C")
+    check = with_config("check", "check a configuration and say what it needs, without starting anything")
+    check.add_argument("--explain", action="store_true", help="list every key with its meaning, default and limits")
+    build = with_config("build", "write a Ray Serve config file for `serve deploy`")
+    build.add_argument("-o", "--output", default="-", help="file to write; - is standard output")
+
+    status = commands.add_parser("status", help="ask a running app how it is")
+    status.add_argument("--url", default=DEFAULT_URL)
+    status.add_argument("--json", action="store_true", help="one JSON object instead of a table")
+
+    commands.add_parser("hash-key", help="read an API key and print the sha256 for ingress.api_keys")
+    return root
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        return _COMMANDS[arguments.command](arguments)
+    except TrieserveError as error:
+        print(f"error: {error.message}", file=sys.stderr)
+        return 2
+
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def _load(arguments: argparse.Namespace) -> AppConfig:
+    path, overrides = arguments.config_option, list(arguments.overrides)
+    if arguments.config_file is not None:
+        # `up replicas.num=3` has no file: what contains "=" is an override wherever it stands.
+        if "=" in arguments.config_file:
+            overrides.insert(0, arguments.config_file)
+        else:
+            path = path or arguments.config_file
+    return load(path, overrides)
+
+
+def _with_config(module: str, function: str, *options: str) -> Command:
+    """Import late: `check` must not need Ray, nor `hash-key` anything."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        call = getattr(importlib.import_module(module), function)
+        call(_load(arguments), **{option: getattr(arguments, option) for option in options})
+        return 0
+
+    return run
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    call = importlib.import_module("cluster.status").status
+    ok: bool = call(arguments.url, as_json=arguments.json)
+    return 0 if ok else 1
+
+
+def _hash_key(_arguments: argparse.Namespace) -> int:
+    key = getpass.getpass("API key: ") if sys.stdin.isatty() else sys.stdin.readline().strip()
+    print(hash_api_key(key))
+    return 0
+
+
+_COMMANDS: dict[str, Command] = {
+    "up": _with_config("cluster.launch", "up"),
+    "check": _with_config("cluster.check", "check", "explain"),
+    "build": _with_config("cluster.build_config", "build", "output"),
+    "status": _status,
+    "hash-key": _hash_key,
+}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
