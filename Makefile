@@ -45,13 +45,13 @@ check: $(DEV_STAMP)
 	$(RUN) -m pytest -q tests/unit/test_layout.py
 
 bench-serving: $(DEV_STAMP)
-	$(RUN) infra/bench/serving.py $(ARGS)
+	$(RUN) infra/bench/bench_serving.py $(ARGS)
 
 bench-router: $(DEV_STAMP)
-	$(RUN) infra/bench/router.py $(ARGS)
+	$(RUN) infra/bench/bench_router.py $(ARGS)
 
 bench-datapath: $(DEV_STAMP)
-	$(RUN) infra/bench/datapath.py $(ARGS)
+	$(RUN) infra/bench/bench_datapath.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,41 @@
+"""What README and DESIGN name exists: files, make targets, configuration keys. Prose can't be tested, names can."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from configs.load import describe
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "DESIGN.md")}
+PATH = re.compile(r"\b((?:configs|replicas|router|cluster|tests|infra)/[\w./-]*\w\.(?:py|yaml))\b")
+KEY = re.compile(r"\b((?:model|engine|replicas|router|ingress)\.[a-z_]+(?:\.[a-z_]+)?)(?:=|`)")
+TARGET = re.compile(r"`make ([a-z-]+)")
+
+both = pytest.mark.parametrize("text", DOCUMENTS.values(), ids=DOCUMENTS.keys())
+
+
+@both
+def test_every_file_that_is_named_exists(text):
+    assert [path for path in PATH.findall(text) if not (ROOT / path).is_file()] == []
+
+
+@both
+def test_every_configuration_key_that_is_named_exists(text):
+    keys = {setting.key for setting in describe()}
+    assert [key for key in KEY.findall(text) if key not in keys] == []
+
+
+@both
+def test_every_make_target_that_is_named_exists(text):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(TARGET.findall(text)) - targets == set()
+
+
+def test_the_tree_in_the_design_lists_every_file_of_the_product():
+    [tree] = re.findall(r"## Layout.*?```\n(.*?)```", DOCUMENTS["DESIGN.md"], re.DOTALL)
+    files = {path.name for package in ("configs", "replicas", "router", "cluster") for path in (ROOT / package).rglob("*.py")}
+    assert sorted(name for name in files - {"__init__.py", "__main__.py"} if not re.search(rf"\b{re.escape(name)}", tree)) == []
