@@ -38,8 +38,9 @@ class BlockTrie:
 
     def __init__(self, max_bytes: int) -> None:
         self._max_entries = max(1, max_bytes // BYTES_PER_ENTRY)
-        self._num_entries = 0
         self._held: dict[str, dict[BlockHash, None]] = {}  # dicts, not sets: the order of arrival says what is newest
+        self._num_blocks: dict[str, int] = {}
+        self._num_entries = 0
         self.num_trimmed = 0  # entries given up because of the bound, ever
 
     @property
@@ -47,35 +48,32 @@ class BlockTrie:
         """(replica, block) pairs now."""
         return self._num_entries
 
-    def num_blocks(self, replica: str) -> int:
-        """Blocks indexed for `replica`; 0 for one that is not known."""
-        held = self._held.get(replica)
-        return len(held) if held else 0
+    @property
+    def num_blocks_each(self) -> Mapping[str, int]:
+        """Blocks indexed for each replica that has any. A live view, to be read only."""
+        return self._num_blocks
 
     def replace(self, replica: str, hashes: Iterable[BlockHash]) -> None:
         """Take a snapshot: parents before children, as far as the sender can tell, so that a trim takes leaves first."""
-        self.drop(replica)
         self._held[replica] = dict.fromkeys(hashes)
-        self._num_entries += len(self._held[replica])
+        self._recount(replica)
         self._trim()
 
     def apply(self, replica: str, events: KVEvents) -> None:
         """Take one step's changes. Order and gaps are the caller's business (router.core)."""
         held = self._held.setdefault(replica, {})
-        before = len(held)
         if events.cleared:
             held.clear()
         for name in events.removed:
             held.pop(name, None)
         held.update(dict.fromkeys(events.stored))
-        self._num_entries += len(held) - before
+        self._recount(replica)
         self._trim()
 
     def drop(self, replica: str) -> None:
         """Forget a replica and all it held. Idempotent."""
-        held = self._held.pop(replica, None)
-        if held is not None:
-            self._num_entries -= len(held)
+        self._held.pop(replica, None)
+        self._recount(replica)
 
     def match(self, hashes: Sequence[BlockHash]) -> dict[str, int]:
         """Number of leading blocks of the prompt that each replica holds; replicas with none are left out.
@@ -104,13 +102,20 @@ class BlockTrie:
                 found[replica] = depth
         return found
 
+    def _recount(self, replica: str) -> None:
+        self._num_entries -= self._num_blocks.pop(replica, 0)
+        if held := self._held.get(replica):
+            self._num_blocks[replica] = len(held)
+            self._num_entries += len(held)
+
     def _trim(self) -> None:
         while (excess := self._num_entries - self._max_entries) > 0:
-            largest = max(self._held.values(), key=len)
-            num_dropped = min(excess, _TRIM_CHUNK, len(largest))
+            largest = max(self._num_blocks, key=self._num_blocks.__getitem__)
+            held = self._held[largest]
+            num_dropped = min(excess, _TRIM_CHUNK, len(held))
             for _ in range(num_dropped):
-                largest.popitem()
-            self._num_entries -= num_dropped
+                held.popitem()
+            self._recount(largest)
             self.num_trimmed += num_dropped
 
 

@@ -39,7 +39,7 @@ def test_events_store_remove_and_clear_in_the_order_of_the_contract() -> None:
     assert trie.match(prompt) == {"a": 3}
     trie.apply("a", KVEvents(3, cleared=True, stored=prompt[:1]))
     assert trie.match(prompt) == {"a": 1}
-    assert trie.num_entries == trie.num_blocks("a") == 1
+    assert trie.num_entries == trie.num_blocks_each["a"] == 1
 
 
 def test_a_snapshot_replaces_all_that_was_known() -> None:
@@ -79,7 +79,7 @@ def test_no_stream_of_events_makes_it_outgrow_its_bytes() -> None:
     trie = BlockTrie(64 * BYTES_PER_ENTRY)
     for step in range(200):
         trie.apply(f"replica{step % 3}", KVEvents(step, stored=chain(f"{step}", 7)))
-        assert trie.num_entries == sum(trie.num_blocks(f"replica{i}") for i in range(3)) <= 64
+        assert trie.num_entries == sum(trie.num_blocks_each.values()) <= 64
 
 
 def test_a_late_joiner_gets_its_share_of_a_full_index() -> None:
