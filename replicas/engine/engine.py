@@ -33,7 +33,7 @@ from replicas.engine.scheduler import Scheduler, SchedulerConfig
 from replicas.engine.step import ChunkResult, StepPlan, StepResult
 from replicas.engine.validate import validate
 from replicas.errors import EngineError, OverloadedError, RequestError
-from replicas.step_time import StepTimeModel
+from replicas.step_time import StepTimeModel, prefill_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -267,12 +267,8 @@ class NativeEngine:
 
     def _retry_after_s(self) -> float:
         """How long the prompts that are here already take; the queue has moved by then."""
-        stats = self._stats
-        model = stats.step_time
-        if model is None:
-            return _MIN_RETRY_AFTER_S
-        num_steps = -(-stats.num_pending_tokens // self._info.max_num_batched_tokens)
-        predicted_s = num_steps * model.base_s + stats.num_pending_tokens * model.per_token_s
+        num_tokens = self._stats.num_pending_tokens
+        predicted_s = prefill_seconds(self._step_time.coefficients(), num_tokens, 0, self._info.max_num_batched_tokens, 0)
         return min(max(predicted_s, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
 
 
