@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -92,9 +92,8 @@ class Channel(asyncio.Protocol):
             self._outbox.clear()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES)
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is one in all but name
+        self._transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES)
         self.on_open()
 
     def data_received(self, data: bytes) -> None:

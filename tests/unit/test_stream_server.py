@@ -1,0 +1,365 @@
+"""Streams between a StreamClient and a StreamServer over loopback sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+import pytest
+from raw_peer import RawPeer
+from scripted_engine import ManualClock, ScriptedEngine, make_request, until
+
+from cluster.stream_client import StreamClient
+from replicas import wire
+from replicas.contract import Delta, FinishReason
+from replicas.errors import ContextLengthError, EngineError, ReplicaLostError, RequestError
+from replicas.stream_hub import StreamHub
+from replicas.stream_server import StreamServer
+from replicas.wire import Endpoint
+
+SECRET = b"the deployment's secret"
+
+
+@dataclass
+class Rig:
+    engine: ScriptedEngine
+    server: StreamServer
+    client: StreamClient
+    endpoint: Endpoint
+    orphaned: list[str]
+
+    async def open(self, *names: str, slot: str | None = None):
+        return [await self.client.open(self.endpoint, make_request(name), slot) for name in names]
+
+
+@pytest.fixture
+async def rig():
+    engine, orphaned = ScriptedEngine(), []
+    hub = StreamHub(engine, ManualClock())
+    engine.start(hub.publish)
+    server = StreamServer(hub, SECRET, "boot-1", on_orphaned_slot=orphaned.append)
+    endpoint = await server.start("127.0.0.1")
+    client = StreamClient(SECRET)
+    yield Rig(engine, server, client, endpoint, orphaned)
+    await client.close()
+    await server.close()
+    await until(lambda: server.num_streams == 0)
+
+
+async def _read(stream) -> list[int]:
+    return [token async for delta in stream for token in delta.token_ids]
+
+
+# Tokens
+
+
+async def test_many_streams_share_one_connection_and_each_gets_its_own_tokens(rig):
+    names = [f"r{i}" for i in range(50)]
+    streams = await asyncio.gather(*(rig.client.open(rig.endpoint, make_request(name)) for name in names))
+    tasks = [asyncio.create_task(_read(stream)) for stream in streams]
+    for step in range(20):
+        for i, name in enumerate(names):
+            rig.engine.emit(name, 1000 * i + step, finish=FinishReason.LENGTH if step == 19 else None)
+        rig.engine.step()
+        await asyncio.sleep(0)
+    assert await asyncio.gather(*tasks) == [[1000 * i + step for step in range(20)] for i in range(50)]
+    assert len(rig.server.connections) == 1
+    assert rig.server.num_streams == 0
+    assert rig.engine.aborted == {}
+
+
+async def test_all_facts_of_a_delta_arrive(rig):
+    [stream] = await rig.open("a")
+    rig.engine.emit("a", 5, num_cached_tokens=48, queue_s=0.5)
+    rig.engine.step()
+    assert await stream.next() == Delta("a", (5,), num_cached_tokens=48, queue_s=0.5)
+    rig.engine.emit("a", 2, finish=FinishReason.STOP, stop_token_id=2)
+    rig.engine.step()
+    assert await stream.next() == Delta("a", (2,), FinishReason.STOP, stop_token_id=2)
+
+
+async def test_a_reader_gets_everything_that_came_while_it_was_busy_at_once(rig):
+    [stream] = await rig.open("a")
+    for token in range(5):
+        rig.engine.tokens("a", token)
+    assert (await stream.next()).token_ids == (0, 1, 2, 3, 4)
+
+
+async def test_the_request_arrives_as_it_was_sent(rig):
+    request = make_request("a", num_prompt_tokens=100_000)
+    await rig.client.open(rig.endpoint, request)
+    assert rig.engine.submitted == {"a": request}
+
+
+def test_tokens_flow_on_the_event_loop_that_serve_uses():
+    uvloop = pytest.importorskip("uvloop")
+
+    async def scenario():
+        engine = ScriptedEngine()
+        hub = StreamHub(engine, ManualClock())
+        engine.start(hub.publish)
+        server = StreamServer(hub, SECRET, "boot-1", on_orphaned_slot=lambda slot: None)
+        client = StreamClient(SECRET, window_tokens=4)
+        stream = await client.open(await server.start("127.0.0.1"), make_request("a"))
+        engine.tokens("a", *range(99), finish=FinishReason.LENGTH)
+        tokens = await _read(stream)
+        await client.close()
+        await server.close()
+        return tokens
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(scenario()) == list(range(99))
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("refusal", "expected"),
+    [(ContextLengthError("too long", param="messages"), ContextLengthError), (ValueError("secret detail"), EngineError)],
+)
+async def test_what_the_engine_refuses_is_raised_by_open_and_the_connection_lives(rig, refusal, expected):
+    [other] = await rig.open("other")
+    rig.engine.refusal = refusal
+    with pytest.raises(expected) as raised:
+        await rig.open("a", slot="slot")
+    assert "secret detail" not in raised.value.message
+    assert raised.value.param == getattr(refusal, "param", None)
+    rig.engine.tokens("other", 1, finish=FinishReason.STOP)
+    assert await _read(other) == [1]
+    assert rig.orphaned == []
+
+
+async def test_an_id_that_is_in_use_is_refused(rig):
+    await rig.open("a")
+    with pytest.raises(RequestError, match="in use"):
+        await rig.open("a")
+
+
+# Aborts
+
+
+async def test_an_abort_reaches_the_engine_and_ends_the_reader(rig):
+    [stream] = await rig.open("a")
+    waiting = asyncio.create_task(stream.next())
+    await asyncio.sleep(0)
+    stream.abort(FinishReason.STOP)
+    stream.abort()
+    assert await waiting == Delta("a", finish_reason=FinishReason.STOP)
+    await until(lambda: rig.engine.aborted)
+    assert rig.engine.aborted == {"a": FinishReason.STOP}
+    assert rig.server.num_streams == 0
+
+
+async def test_leaving_the_context_early_aborts_and_after_the_end_does_not(rig):
+    early, late = await rig.open("early", "late")
+    async with early, late:
+        rig.engine.tokens("late", 1, finish=FinishReason.STOP)
+        assert await _read(late) == [1]
+    await until(lambda: rig.engine.aborted)
+    assert rig.engine.aborted == {"early": FinishReason.ABORT}
+
+
+async def test_a_caller_that_is_cancelled_while_it_opens_leaves_no_stream_behind(rig):
+    await rig.open("first")
+    task = asyncio.create_task(rig.client.open(rig.endpoint, make_request("a")))
+    await until(lambda: "a" in rig.engine.submitted)
+    assert not task.done()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: "a" in rig.engine.aborted)
+    assert rig.server.num_streams == 1
+
+
+# Lost peers
+
+
+async def test_when_the_client_dies_its_streams_are_aborted_and_its_slots_given_back(rig):
+    """A Serve slot has no expiry: only the replica can give back what a dead ingress had reserved."""
+    await rig.open("a", slot="slot-a")
+    await rig.open("b", slot="slot-b")
+    await rig.open("c")
+    [done] = await rig.open("done", slot="slot-done")
+    rig.engine.tokens("done", 1, finish=FinishReason.STOP)
+    assert await _read(done) == [1]
+    await rig.client.close()
+    await until(lambda: len(rig.orphaned) == 3)
+    assert set(rig.engine.aborted) == {"a", "b", "c"}
+    assert sorted(rig.orphaned) == ["slot-a", "slot-b", "slot-done"]
+
+
+async def test_one_slot_that_cannot_be_given_back_does_not_keep_the_others(rig):
+    failures = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: failures.append(context["exception"]))
+
+    def release(slot):
+        rig.orphaned.append(slot)
+        raise RuntimeError(slot)
+
+    rig.server._on_orphaned_slot = release
+    for name in ("a", "b"):
+        await rig.open(name, slot=name)
+    await rig.client.close()
+    await until(lambda: len(failures) == 2)
+    assert sorted(rig.orphaned) == ["a", "b"]
+
+
+async def test_when_the_server_dies_every_stream_on_it_fails_after_what_had_arrived(rig):
+    streams = await rig.open("a", "b", "c")
+    rig.engine.tokens("a", 1)
+    await until(lambda: streams[0]._arrived)
+    for connection in rig.server.connections.copy():
+        connection.abort()
+    await until(lambda: streams[0]._error)
+    assert (await streams[0].next()).token_ids == (1,)
+    for stream in streams:
+        with pytest.raises(ReplicaLostError):
+            await stream.next()
+        stream.abort()
+    assert set(rig.engine.aborted) == {"a", "b", "c"}
+
+
+async def test_after_a_lost_connection_the_next_stream_makes_a_new_one(rig):
+    [lost] = await rig.open("a")
+    for connection in rig.server.connections.copy():
+        connection.abort()
+    with pytest.raises(ReplicaLostError):
+        await lost.next()
+    [stream] = await rig.open("b")
+    rig.engine.tokens("b", 1, finish=FinishReason.STOP)
+    assert await _read(stream) == [1]
+
+
+async def test_a_client_that_falls_silent_loses_its_streams(rig):
+    peer = await RawPeer.connect(rig.endpoint, SECRET)
+    await peer.send(wire.Submit(1, make_request("a"), "slot", 8))
+    await until(lambda: rig.server.num_streams == 1)
+    for _ in range(300):
+        rig.server.tick()
+    assert rig.engine.aborted == {}
+    rig.server.tick()
+    assert rig.engine.aborted == {"a": FinishReason.ABORT}
+    await until(lambda: rig.orphaned == ["slot"])
+    assert await peer.is_closed()
+
+
+async def test_pings_keep_a_connection_alive_that_has_nothing_to_say(rig):
+    await rig.open("a")
+    [task] = rig.client._connections.values()
+    link = task.result()._link
+    for _ in range(5):
+        for _ in range(200):
+            rig.server.tick()
+        link.ping()
+        await until(lambda: link.num_silent_ticks == 0 and all(c.num_silent_ticks == 0 for c in rig.server.connections))
+    assert rig.engine.aborted == {}
+
+
+async def test_a_server_that_answers_no_ping_is_lost(rig):
+    [stream] = await rig.open("a")
+    [task] = rig.client._connections.values()
+    for _ in range(4):
+        task.result()._link.ping()
+    with pytest.raises(ReplicaLostError):
+        await stream.next()
+
+
+# Draining
+
+
+async def test_draining_refuses_new_streams_and_waits_for_the_last_token_of_the_old(rig):
+    [stream] = await rig.open("a")
+    drained = asyncio.create_task(rig.server.drain())
+    await asyncio.sleep(0)
+    with pytest.raises(ReplicaLostError) as raised:
+        await rig.open("b")
+    assert raised.value.code == "replica_draining"
+    assert not drained.done()
+    rig.engine.tokens("a", 1, finish=FinishReason.STOP)
+    await drained
+    await rig.server.close()
+    assert await _read(stream) == [1]
+
+
+async def test_with_nothing_open_draining_is_immediate(rig):
+    await rig.server.drain()
+
+
+# Who may talk
+
+
+async def test_another_secret_is_refused_and_reaches_nothing(rig):
+    client = StreamClient(b"another secret")
+    with pytest.raises(ReplicaLostError):
+        await client.open(rig.endpoint, make_request("a"))
+    assert rig.engine.submitted == {}
+    assert not client._connections
+
+
+async def test_a_replica_that_restarted_on_the_same_port_is_not_the_one_we_meant(rig):
+    with pytest.raises(ReplicaLostError):
+        await rig.client.open(replace(rig.endpoint, boot_id="boot-0"), make_request("a"))
+    assert rig.engine.submitted == {}
+
+
+async def test_a_server_that_does_not_know_the_secret_gets_no_prompt():
+    """A port that a dead replica left may be anybody's."""
+    received = bytearray()
+
+    async def impostor(reader, writer):
+        writer.write(wire.encode_frame(wire.Challenge(wire.PROTOCOL_VERSION, bytes(32))))
+        received.extend(await reader.read(1000))
+        writer.write(wire.encode_frame(wire.Welcome("boot-1", bytes(32))))
+        received.extend(await reader.read(1000))
+        writer.close()
+
+    server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+    endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1], "boot-1")
+    with pytest.raises(ReplicaLostError):
+        await StreamClient(SECRET).open(endpoint, make_request("a"))
+    server.close()
+    assert isinstance(wire.hello_decoder.decode(received[4:]), wire.Hello)
+
+
+async def test_nobody_at_the_port_is_a_lost_replica_for_all_who_asked_at_once(rig):
+    await rig.server.close()
+    opened = [rig.client.open(rig.endpoint, make_request(name)) for name in "abc"]
+    outcomes = await asyncio.gather(*opened, return_exceptions=True)
+    assert [type(outcome) for outcome in outcomes] == [ReplicaLostError] * 3
+
+
+async def test_a_port_that_never_answers_is_a_lost_replica_in_time():
+    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1], "boot-1")
+    with pytest.raises(ReplicaLostError):
+        await StreamClient(SECRET, open_timeout_s=0.02).open(endpoint, make_request("a"))
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x01\xc1", wire.encode_frame(wire.Ping()), b"\xff\xff\xff\xff"],
+    ids=["http", "not msgpack", "ping before hello", "huge frame"],
+)
+async def test_a_stranger_that_talks_nonsense_is_cut_off_alone(rig, data):
+    [stream] = await rig.open("a")
+    reader, writer = await asyncio.open_connection(rig.endpoint.host, rig.endpoint.port)
+    writer.write(data)
+    await reader.read()  # the challenge, then the end
+    writer.close()
+    rig.engine.tokens("a", 1, finish=FinishReason.STOP)
+    assert await _read(stream) == [1]
+
+
+@pytest.mark.parametrize("data", [b"\x00\x00\x00\x01\xc1", wire.encode_frame(wire.Submit(1, make_request("x"), None, 8))])
+async def test_a_known_client_that_breaks_the_protocol_loses_its_own_streams_alone(rig, data):
+    [stream] = await rig.open("a")
+    peer = await RawPeer.connect(rig.endpoint, SECRET)
+    await peer.send(wire.Submit(1, make_request("b"), None, 8))
+    await until(lambda: "b" in rig.engine.submitted)
+    await peer.send_bytes(data)
+    assert await peer.is_closed()
+    assert set(rig.engine.aborted) == {"b"}
+    rig.engine.tokens("a", 1, finish=FinishReason.STOP)
+    assert await _read(stream) == [1]
