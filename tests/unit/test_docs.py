@@ -12,7 +12,7 @@ from configs.load import describe
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "DESIGN.md")}
 PATH = re.compile(r"\b((?:configs|replicas|router|cluster|tests|infra)/[\w./-]*\w\.(?:py|yaml))\b")
-KEY = re.compile(r"\b((?:model|engine|replicas|router|ingress)\.[a-z_]+(?:\.[a-z_]+)?)(?:=|`)")
+KEY = re.compile(r"(?<!/)\b((?:model|engine|replicas|router|ingress)\.(?!py\b)[a-z_]+(?:\.[a-z_]+)?)(?:=|`)")
 TARGET = re.compile(r"`make ([a-z-]+)")
 
 both = pytest.mark.parametrize("text", DOCUMENTS.values(), ids=DOCUMENTS.keys())

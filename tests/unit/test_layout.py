@@ -29,6 +29,7 @@ RAY_FILES = {
     "router/serve_router.py",
     "cluster/app.py",
     "cluster/ingress.py",
+    "cluster/serve_backend.py",
     "cluster/launch.py",
     "cluster/status.py",
     "cluster/__main__.py",
