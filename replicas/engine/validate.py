@@ -76,10 +76,11 @@ def _with_block_hashes(request: GenerationRequest, block_size: int) -> Generatio
         return replace(request, block_hashes=hash_blocks(request.hash_root, request.prompt_token_ids, block_size))
     if len(hashes) != num_blocks:
         raise RequestError(f"the prompt has {num_blocks} full blocks, not {len(hashes)}", param="block_hashes")
-    # One block of the chain is enough to notice a foreign root, other tokens or another block size.
+    # The chain's two ends are enough to notice a foreign root, other tokens or another block size.
     parent = hashes[-2] if num_blocks > 1 else request.hash_root
-    last = request.prompt_token_ids[(num_blocks - 1) * block_size : num_blocks * block_size]
-    if hash_block(parent, last) != hashes[-1]:
+    first = hash_block(request.hash_root, request.prompt_token_ids[:block_size])
+    last = hash_block(parent, request.prompt_token_ids[(num_blocks - 1) * block_size : num_blocks * block_size])
+    if first != hashes[0] or last != hashes[-1]:
         raise RequestError("the names of the prompt's blocks don't belong to it", param="block_hashes")
     return request
 
