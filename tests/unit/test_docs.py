@@ -7,6 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from cluster.openai_fields import (
+    HARMLESS,
+    UNSUPPORTED_IN_CHAT,
+    UNSUPPORTED_IN_COMPLETION,
+    UNSUPPORTED_IN_MESSAGE,
+    UNSUPPORTED_ROLES,
+)
+from cluster.openai_models import ChatBody, CompletionBody, StreamOptions
 from configs.load import describe
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +34,8 @@ def test_every_file_that_is_named_exists(text):
 @both
 def test_every_configuration_key_that_is_named_exists(text):
     keys = {setting.key for setting in describe()}
-    assert [key for key in KEY.findall(text) if key not in keys] == []
+    sections = {key.rpartition(".")[0] for key in keys}
+    assert [key for key in KEY.findall(text) if key not in keys | sections] == []
 
 
 @both
@@ -39,3 +48,26 @@ def test_the_tree_in_the_design_lists_every_file_of_the_product():
     [tree] = re.findall(r"## Layout.*?```\n(.*?)```", DOCUMENTS["DESIGN.md"], re.DOTALL)
     files = {path.name for package in ("configs", "replicas", "router", "cluster") for path in (ROOT / package).rglob("*.py")}
     assert sorted(name for name in files - {"__init__.py", "__main__.py"} if not re.search(rf"\b{re.escape(name)}", tree)) == []
+
+
+# The table of request fields: | `field`, `field` (remark) | what becomes of them |
+
+
+def fields_in_rows(verdict: str) -> set[str]:
+    api = DOCUMENTS["README.md"].partition("## API")[2].partition("Errors have OpenAI's form")[0]
+    rows = re.findall(r"^\| (.*) \| (.*) \|$", api, re.MULTILINE)
+    return {field for fields, said in rows if said.startswith(verdict) for field in re.findall(r"`([a-z_]+)`", fields)}
+
+
+def test_the_fields_documented_as_supported_are_those_that_the_api_declares():
+    declared = ChatBody.model_fields.keys() | CompletionBody.model_fields.keys() | StreamOptions.model_fields.keys()
+    assert fields_in_rows("supported") | fields_in_rows("`enable_thinking` alone") == declared
+
+
+def test_the_fields_documented_as_refused_are_refused():
+    refused = {*UNSUPPORTED_IN_CHAT, *UNSUPPORTED_IN_COMPLETION, *UNSUPPORTED_IN_MESSAGE, *UNSUPPORTED_ROLES}
+    assert fields_in_rows("refused") - refused == set()
+
+
+def test_the_fields_documented_as_without_effect_are_all_there_are():
+    assert fields_in_rows("accepted, without effect") == HARMLESS
