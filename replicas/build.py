@@ -1,0 +1,51 @@
+"""Which engine a configuration asks for: a table from `engine.kind` to what makes one.
+
+Each maker imports its engine itself, so that a process with the fake never loads torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from configs.schema import AppConfig
+from replicas.contract import Engine, EngineInfo
+from replicas.errors import ConfigError
+
+
+def build_engine(config: AppConfig, *, replicas_on_node: int = 1) -> Engine:
+    """An engine that is loaded but not started. `replicas_on_node` of them share the node's memory.
+
+    Takes seconds to minutes. Raises ConfigError for a model or an engine that we don't have, CapacityError if it doesn't fit.
+    """
+    maker = _MAKERS.get(config.engine.kind)
+    if maker is None:
+        raise ConfigError(f"engine.kind={config.engine.kind!r} is not one of {', '.join(_MAKERS)}")
+    return maker(config, replicas_on_node)
+
+
+def _native(config: AppConfig, replicas_on_node: int) -> Engine:
+    from replicas.engine.engine import NativeEngine
+    from replicas.engine.runner import load_runner
+
+    runner = load_runner(config.model, config.engine, num_cpus=config.replicas.num_cpus, replicas_on_node=replicas_on_node)
+    info = EngineInfo(
+        model_name=runner.model_name,
+        model_revision=runner.model_revision,
+        vocab_size=runner.vocab_size,
+        max_model_len=runner.max_model_len,
+        block_size=runner.block_size,
+        num_blocks=runner.num_blocks,
+        eos_token_ids=runner.eos_token_ids,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        max_num_seqs=config.engine.max_num_seqs,
+    )
+    return NativeEngine.from_runner(config, runner, info)
+
+
+def _fake(config: AppConfig, _: int) -> Engine:
+    from replicas.fake_engine import build
+
+    return build(config)
+
+
+_MAKERS: Mapping[str, Callable[[AppConfig, int], Engine]] = {"native": _native, "fake": _fake}
