@@ -1,0 +1,6 @@
+"""The decoder models: what they are and how they compute.
+
+config.py    ArchitectureConfig, and the table of families: which config.json or GGUF becomes which traits   [no torch]
+layers.py    linear (plain, or packed for oneDNN), RMS norm, rotary embedding
+llama.py     the one decoder of all families: Llama, SmolLM2, Mistral, Qwen2, Qwen3
+"""

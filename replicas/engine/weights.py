@@ -1,0 +1,50 @@
+"""A model's tensors under one set of names, whatever the file format: safetensors here, GGUF in gguf_weights.py.
+
+The names are those of the transformers library (`model.layers.0.self_attn.q_proj.weight`), which safetensors files use.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from replicas.engine.gguf_weights import GgufCheckpoint
+from replicas.engine.models.config import ArchitectureConfig
+from replicas.errors import ConfigError
+from replicas.model_source import ModelFiles, gguf_header
+
+
+class Checkpoint(Protocol):
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """The tensor on the CPU, in the number format of the file. Raises ConfigError if missing or of another shape."""
+
+
+class SafetensorsCheckpoint:
+    """All *.safetensors of a directory. Each says which tensors it holds, so the index file of a sharded one isn't needed."""
+
+    def __init__(self, paths: list[Path]) -> None:
+        self._files: dict[str, Any] = {}
+        for path in paths:
+            try:
+                opened: Any = safe_open(path, framework="pt")
+            except (OSError, SafetensorError) as error:
+                raise ConfigError(f"{path}: not a readable safetensors file ({error})") from error
+            self._files.update(dict.fromkeys(opened.keys(), opened))
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name not in self._files:
+            raise ConfigError(f"the model's files have no tensor {name}")
+        found: torch.Tensor = self._files[name].get_tensor(name)
+        if tuple(found.shape) != shape:
+            raise ConfigError(f"tensor {name} has the shape {tuple(found.shape)}, config.json says {shape}")
+        return found
+
+
+def open_checkpoint(files: ModelFiles, architecture: ArchitectureConfig) -> Checkpoint:
+    """Raises ConfigError if a file can't be read."""
+    if files.kind == "gguf":
+        return GgufCheckpoint(gguf_header(files.path), architecture)
+    return SafetensorsCheckpoint(files.weight_files())
