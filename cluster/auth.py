@@ -32,6 +32,11 @@ def hash_api_key(key: str) -> str:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def probe_key(secret: bytes) -> str:
+    """The API key with which `up` sends its own request: only who knows the deployment's secret can compute it."""
+    return hmac.new(secret, b"trieserve-probe", hashlib.sha256).hexdigest()
+
+
 class Authenticator:
     """Without any keys everybody is ANONYMOUS; whether that may be so is the configuration's question (configs.check)."""
 

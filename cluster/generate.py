@@ -40,6 +40,8 @@ Pieces = tuple[Piece, ...]
 
 @dataclass(frozen=True, slots=True)
 class Usage:
+    """Tokens of a whole request, all its choices together; `cached_tokens` are those of the prompts not computed anew."""
+
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int

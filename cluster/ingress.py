@@ -16,14 +16,18 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
+from cluster.auth import Authenticator, hash_api_key, probe_key
 from cluster.http_app import Api, make_app
 from cluster.metrics import IngressMetrics
+from cluster.prepare import Preparer
 from cluster.serve_backend import ServeBackend
 from cluster.stream_client import StreamClient
 from configs.load import from_mapping
+from configs.schema import ApiKey
 from replicas.contract import EngineInfo
 from replicas.tokenizer import load_tokenizer
 from router import runtime
+from router.trie import BYTES_PER_ENTRY
 
 _LAG_PERIOD_S = 0.25
 
@@ -32,7 +36,7 @@ _LAG_PERIOD_S = 0.25
 class Ingress:
     """One ingress process. `engine` is the handle of the engine deployment, on which our router runs."""
 
-    async def __init__(self, settings: Mapping[str, Any], secret: bytes, engine: DeploymentHandle) -> None:
+    async def __init__(self, settings: Mapping[str, Any], secret: bytes, engine: DeploymentHandle) -> None:  # type: ignore[misc]
         config = from_mapping(settings)
         runtime.configure(runtime.RouterContext(config.router, secret))
         self._label = secrets.token_hex(4)
@@ -40,10 +44,11 @@ class Ingress:
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
         facts = await engine.describe.remote()  # waits until a replica is there
         client = StreamClient(secret)
-        backend = ServeBackend(
-            engine, _own_handle, client, EngineInfo(**facts["info"]), data_path=config.ingress.data_path
-        )
-        self._api = Api(config, secret, backend, tokenizer, self._metrics)
+        backend = ServeBackend(engine, _own_handle, client, EngineInfo(**facts["info"]), data_path=config.ingress.data_path)
+        probe = ApiKey(name="probe", sha256=hash_api_key(probe_key(secret)))
+        keys = (*config.ingress.api_keys, probe) if config.ingress.api_keys else ()
+        preparer = Preparer(config, secret, backend, tokenizer, self._metrics)
+        self._api = Api(config, backend, preparer, self._metrics, Authenticator(keys))
         self._lag_task = asyncio.ensure_future(self._watch_loop())
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -51,7 +56,7 @@ class Ingress:
 
     async def metrics_text(self) -> tuple[str, bytes]:
         for core in runtime.routers():
-            self._metrics.on_trie_size(num_blocks=core.trie.num_entries, num_bytes=core.trie.num_bytes)
+            self._metrics.on_trie_size(num_blocks=core.trie.num_entries, num_bytes=core.trie.num_entries * BYTES_PER_ENTRY)
         return f"ingress-{self._label}", self._metrics.render()
 
     async def __del__(self) -> None:
@@ -71,5 +76,3 @@ class Ingress:
 def _own_handle() -> DeploymentHandle:
     context = serve.get_replica_context()
     return serve.get_deployment_handle(context.deployment, context.app_name)
-
-

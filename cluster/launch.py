@@ -6,8 +6,6 @@ Otherwise a cluster of this process's own is started, and everything ends with i
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import json
 import math
 import os
@@ -24,6 +22,7 @@ from ray import serve
 from rich.console import Console
 
 from cluster.app import build_app, cluster_secret
+from cluster.auth import probe_key
 from configs.load import to_mapping
 from configs.schema import AppConfig
 from replicas.errors import ConfigError
@@ -71,11 +70,6 @@ def deploy(config: AppConfig) -> None:
         serve.run(build_app(to_mapping(config)), name=config.name, route_prefix="/", blocking=False)
     with console.status("waiting for a real answer"):
         _probe(config)
-
-
-def probe_key(secret: bytes) -> str:
-    """The API key with which `up` sends its own request: only who knows the deployment's secret can compute it."""
-    return hmac.new(secret, b"trieserve-probe", hashlib.sha256).hexdigest()
 
 
 def _start_ray(config: AppConfig) -> None:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from replicas.chat_template import ChatMessage
 from replicas.contract import SamplingParams
-from replicas.errors import ContextLengthError, NotFoundError, RequestError, TrieserveError
+from replicas.errors import ContextLengthError, NotFoundError, RequestError
 from replicas.tokenizer import Tokenizer
 
 _MAX_IDS_LISTED = 10
@@ -170,11 +169,6 @@ def detokenize(call: DetokenizeCall, tokenizer: Tokenizer) -> str:
     """Raises RequestError for ids outside the vocabulary."""
     _check_in_vocabulary(call.tokens, tokenizer.vocab_size, "tokens")
     return tokenizer.decode(call.tokens, skip_special_tokens=False)
-
-
-def error_body(error: TrieserveError) -> dict[str, Any]:
-    """OpenAI's error JSON; its HTTP status is `error.status`."""
-    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
 
 
 def _check_in_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> None:

@@ -29,7 +29,7 @@ from replicas.stream_server import StreamServer
 class EngineReplica:
     """One engine. `settings` is configs.load.to_mapping of the app's config; `secret` is shared with the ingresses."""
 
-    async def __init__(self, settings: Mapping[str, Any], secret: bytes) -> None:
+    async def __init__(self, settings: Mapping[str, Any], secret: bytes) -> None:  # type: ignore[misc]  # Serve awaits it
         self._config = from_mapping(settings)
         self._loop = asyncio.get_running_loop()
         self._boot_id = secrets.token_hex(8)

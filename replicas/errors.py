@@ -9,6 +9,7 @@
     |   +-- AuthenticationError 401
     |   +-- NotFoundError       404     unknown model or route
     |   +-- PayloadTooLarge     413
+    |   +-- SlowRequestError    408     the body did not arrive in time
     +-- OverloadedError         503     nothing can serve it now; try again after `retry_after_s`
     |   +-- NoReplicaError      503     no replica is ready
     |   +-- DeadlineError       504     the request's deadline passed
@@ -73,6 +74,11 @@ class NotFoundError(RequestError):
 class PayloadTooLarge(RequestError):
     status = 413
     code = "payload_too_large"
+
+
+class SlowRequestError(RequestError):
+    status = 408
+    code = "request_timeout"
 
 
 class OverloadedError(TrieserveError):

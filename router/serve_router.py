@@ -44,7 +44,7 @@ class PrefixRequestRouter(RequestRouter):
         if context is None:
             return
         self._secret = context.secret
-        self._core = Router(context.config)
+        self._core = Router.from_config(context.config)
         runtime.register(self._core)
 
     # ---- membership: Serve calls these on the router's loop ----
@@ -143,7 +143,7 @@ class _Listener:
         self._core = core
 
     def on_snapshot(self, replica: str, sequence: int, hashes: Sequence[BlockHash]) -> None:
-        self._core.snapshot(replica, hashes, sequence)
+        self._core.snapshot(replica, sequence, hashes)
 
     def on_events(self, replica: str, events: KVEvents) -> bool:
         return self._core.apply(replica, events)

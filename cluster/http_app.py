@@ -1,0 +1,284 @@
+"""The public HTTP routes. Every route but those marked public needs an API key when there are keys: default-deny.
+
+No Ray here: `Api` works with any Backend, so tests drive it with a fake fleet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import logging
+import re
+import secrets
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cluster.answer import GenerationResponse
+from cluster.auth import Authenticator, Tenant
+from cluster.backend import Backend
+from cluster.metrics import IngressMetrics, merge, outcome_of
+from cluster.openai_api import Kind
+from cluster.openai_errors import error_body, error_headers
+from cluster.prepare import Preparer
+from configs.schema import AppConfig
+from replicas.errors import EngineError, NotFoundError, PayloadTooLarge, RequestError, SlowRequestError, TrieserveError
+
+logger = logging.getLogger(__name__)
+
+_BODY_TIMEOUT_S = 30.0
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+Handler = Callable[["Api", Request], Awaitable[ASGIApp]]
+
+
+class JsonResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return msgspec.json.encode(content)
+
+
+@dataclass(frozen=True, slots=True)
+class RouteSpec:
+    path: str
+    method: str
+    handler: Handler
+    public: bool = False
+
+
+class Api:
+    """The handlers. What a request becomes is cluster.prepare's, how it is answered cluster.answer's."""
+
+    def __init__(self, config: AppConfig, backend: Backend, preparer: Preparer, metrics: IngressMetrics, auth: Authenticator):
+        self.config = config
+        self.backend = backend
+        self.preparer = preparer
+        self.metrics = metrics
+        self.auth = auth
+        self._created = int(time.time())
+
+    async def chat(self, request: Request) -> ASGIApp:
+        return await self._generate(request, Kind.CHAT)
+
+    async def completions(self, request: Request) -> ASGIApp:
+        return await self._generate(request, Kind.COMPLETION)
+
+    async def _generate(self, request: Request, kind: Kind) -> GenerationResponse:
+        tracked = self.metrics.track(request.scope["route_template"])
+        try:
+            body = await read_body(request, self.config.ingress.limits.max_body_bytes)
+            tenant: Tenant = request.scope["tenant"]
+            prepared = await self.preparer.generation(kind, body, tenant)
+        except BaseException as error:
+            with tracked:
+                tracked.outcome = outcome_of(error)
+            raise
+        for name in prepared.unknown_fields:
+            self.metrics.on_unknown_field(name)
+        tracked.model = prepared.model
+        ingress = self.config.ingress
+        return GenerationResponse(
+            prepared.generation,
+            tracked,
+            self.metrics,
+            headers=lambda: self._answer_headers(request, prepared.generation),
+            timeout_s=ingress.limits.request_timeout_s,
+            keep_alive_s=ingress.keep_alive_s,
+            writer=prepared.writer,
+            collect=prepared.collect,
+        )
+
+    def _answer_headers(self, request: Request, generation: Any) -> dict[str, str]:
+        headers = {"x-request-id": request.scope["request_id"]}
+        sent = generation.dispatched
+        if self.config.ingress.expose_routing and sent is not None:
+            headers |= routing_headers(sent)
+        return headers
+
+    async def tokenize(self, request: Request) -> ASGIApp:
+        body = await read_body(request, self.config.ingress.limits.max_body_bytes)
+        return JsonResponse(await self.preparer.tokenize(body))
+
+    async def detokenize(self, request: Request) -> ASGIApp:
+        body = await read_body(request, self.config.ingress.limits.max_body_bytes)
+        return JsonResponse(await self.preparer.detokenize(body))
+
+    async def models(self, _request: Request) -> ASGIApp:
+        return JsonResponse({"object": "list", "data": [self._model()]})
+
+    async def model(self, request: Request) -> ASGIApp:
+        if request.path_params["model"] != self.config.model.served_name:
+            raise NotFoundError("the model does not exist", param="model", code="model_not_found")
+        return JsonResponse(self._model())
+
+    def _model(self) -> dict[str, Any]:
+        return {
+            "id": self.config.model.served_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "trieserve",
+            "root": self.config.model.served_name,
+            "parent": None,
+            "max_model_len": self.backend.info().max_model_len,
+        }
+
+    async def health(self, _request: Request) -> ASGIApp:
+        return JsonResponse({"status": "ok"})
+
+    async def ready(self, _request: Request) -> ASGIApp:
+        num_ready = await self.backend.ready()
+        body = {"ready": num_ready > 0, "replicas_ready": num_ready, "replicas_wanted": self.config.replicas.num}
+        return JsonResponse(body, status_code=200 if num_ready else 503)
+
+    async def version(self, _request: Request) -> ASGIApp:
+        return JsonResponse({"version": package_version()})
+
+    async def metrics_page(self, _request: Request) -> ASGIApp:
+        text = merge(await self.backend.metrics())
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+ROUTES = (
+    RouteSpec("/v1/chat/completions", "POST", Api.chat),
+    RouteSpec("/v1/completions", "POST", Api.completions),
+    RouteSpec("/v1/models", "GET", Api.models),
+    RouteSpec("/v1/models/{model:path}", "GET", Api.model),
+    RouteSpec("/tokenize", "POST", Api.tokenize),
+    RouteSpec("/detokenize", "POST", Api.detokenize),
+    RouteSpec("/version", "GET", Api.version),
+    RouteSpec("/health", "GET", Api.health, public=True),
+    RouteSpec("/ready", "GET", Api.ready, public=True),
+    RouteSpec("/metrics", "GET", Api.metrics_page, public=True),
+)
+
+
+def make_app(api: Api) -> ASGIApp:
+    """The ASGI application of one ingress."""
+    routes = [Route(spec.path, _Endpoint(api, spec), methods=[spec.method]) for spec in ROUTES]
+    handlers: Any = {TrieserveError: _answer_error, HTTPException: _answer_http_exception, Exception: _answer_unexpected}
+    return _Edge(Starlette(routes=routes, exception_handlers=handlers), api.metrics)
+
+
+class _Endpoint:
+    """A guarded route: nobody unidentified reaches the handler unless the route says so."""
+
+    def __init__(self, api: Api, spec: RouteSpec) -> None:
+        self._api = api
+        self._spec = spec
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        scope["route_template"] = self._spec.path.replace(":path", "")
+        if not self._spec.public:
+            scope["tenant"] = self._api.auth.identify(request.headers.get("authorization"))
+        response = await self._spec.handler(self._api, request)
+        await response(scope, receive, send)
+
+
+class _Edge:
+    """Gives each request its id and counts each answer."""
+
+    def __init__(self, app: ASGIApp, metrics: IngressMetrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        scope["request_id"] = request_id(Request(scope).headers.get("x-request-id"))
+        status = 499  # no answer was begun: the client had gone
+
+        async def counting(message: MutableMapping[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, counting)
+        except ClientDisconnect:
+            pass
+        finally:
+            self._metrics.on_http(scope.get("route_template", "unmatched"), scope["method"], status)
+
+
+def request_id(given: str | None) -> str:
+    """The client's own if it is harmless, else a new one. Ids inside are always new: clients repeat theirs (case RQ06)."""
+    if given is not None and _REQUEST_ID.fullmatch(given):
+        return given
+    return secrets.token_hex(8)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body. Raises PayloadTooLarge as soon as it is, SlowRequestError when it takes too long (case RQ05)."""
+    chunks, size = [], 0
+    try:
+        async with asyncio.timeout(_BODY_TIMEOUT_S):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > max_bytes:
+                    raise PayloadTooLarge(f"the body is larger than {max_bytes} bytes")
+                chunks.append(chunk)
+    except TimeoutError:
+        raise SlowRequestError(f"the body did not arrive within {_BODY_TIMEOUT_S:.0f} s") from None
+    return b"".join(chunks)
+
+
+def routing_headers(sent: Any) -> dict[str, str]:
+    """Why this replica: for people who asked for it with ingress.expose_routing."""
+    headers = {"x-trieserve-replica": sent.replica}
+    decision = sent.decision
+    if decision is None:
+        return headers | {"x-trieserve-reason": "fallback_serve"}
+    costs = ",".join(
+        f"{cost.replica}={cost.predicted_ttft_s * 1e3:.1f}ms/{cost.num_cached_tokens}" for cost in decision.candidates
+    )
+    return headers | {
+        "x-trieserve-reason": str(decision.reason),
+        "x-trieserve-matched-tokens": str(decision.matched_tokens),
+        "x-trieserve-predicted-ttft-ms": _ms(decision.predicted_ttft_s),
+        "x-trieserve-candidates": costs,
+    }
+
+
+def _ms(seconds: float | None) -> str:
+    return "unknown" if seconds is None else f"{seconds * 1e3:.1f}"
+
+
+def package_version() -> str:
+    return importlib.metadata.version("trieserve")
+
+
+def _error_response(request: Request, error: TrieserveError) -> JsonResponse:
+    headers = {"x-request-id": request.scope.get("request_id", ""), **error_headers(error)}
+    return JsonResponse(error_body(error), status_code=error.status, headers=headers)
+
+
+async def _answer_error(request: Request, error: TrieserveError) -> Response:
+    return _error_response(request, error)
+
+
+async def _answer_http_exception(request: Request, error: HTTPException) -> Response:
+    ours: TrieserveError = NotFoundError("no such route")
+    if error.status_code != 404:
+        ours = RequestError(str(error.detail), code="http_error")
+        ours.status = error.status_code
+    response = _error_response(request, ours)
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _answer_unexpected(request: Request, error: Exception) -> Response:
+    logger.error("unexpected error in %s", request.scope.get("route_template", "a request"), exc_info=error)
+    return _error_response(request, EngineError("internal error"))

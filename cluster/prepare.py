@@ -1,0 +1,172 @@
+"""From a request's bytes to a Generation that can be started: parse, render, tokenize, hash, choose sampling parameters.
+
+All of it runs in a small pool of threads: a long prompt must not hold up the streams on the event loop (cases TP01, RF11).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from cluster.auth import Tenant
+from cluster.backend import Backend
+from cluster.generate import Generation, Piece, PromptGroup, Usage, with_choices
+from cluster.metrics import IngressMetrics
+from cluster.openai_api import (
+    GenerateCall,
+    Kind,
+    detokenize,
+    prompt_token_ids,
+    require_model,
+    to_sampling,
+)
+from cluster.openai_parse import parse_chat, parse_completion, parse_detokenize, parse_tokenize
+from cluster.responses import ChunkWriter, collect
+from configs.schema import AppConfig
+from replicas.blocks import chain_root, hash_blocks
+from replicas.contract import GenerationRequest
+from replicas.errors import OverloadedError, RequestError
+from replicas.tokenizer import Detokenizer, Tokenizer
+
+_NUM_THREADS = 2
+_MAX_WAITING = 256
+
+T = TypeVar("T")
+
+_PARSERS = {Kind.CHAT: parse_chat, Kind.COMPLETION: parse_completion}
+_ID_PREFIX = {Kind.CHAT: "chatcmpl-", Kind.COMPLETION: "cmpl-"}
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """`writer` is None for an answer in one piece; `collect` makes that."""
+
+    model: str
+    generation: Generation
+    writer: ChunkWriter | None
+    collect: Callable[[list[Piece], Usage], dict[str, Any]]
+    unknown_fields: tuple[str, ...]
+
+
+class Preparer:
+    def __init__(
+        self,
+        config: AppConfig,
+        secret: bytes,
+        backend: Backend,
+        tokenizer: Tokenizer,
+        metrics: IngressMetrics,
+    ) -> None:
+        self._config = config
+        self._secret = secret
+        self._backend = backend
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prepare")
+        self._num_waiting = 0
+
+    async def generation(self, kind: Kind, body: bytes, tenant: Tenant) -> Prepared:
+        """Raises RequestError for what the client did wrong, OverloadedError when too many wait for a thread."""
+        call, groups = await self._in_pool(lambda: self._groups(kind, body, tenant))
+        generation = Generation(
+            groups,
+            self._backend,
+            self._metrics,
+            lambda: Detokenizer(
+                self._tokenizer,
+                call.stop,
+                include_stop=call.include_stop,
+                skip_special_tokens=call.skip_special_tokens,
+            ),
+            timeout_s=self._config.ingress.limits.request_timeout_s,
+        )
+        response_id = _ID_PREFIX[kind] + secrets.token_hex(12)
+        created = int(time.time())
+        writer = ChunkWriter(call, self._tokenizer, response_id, created) if call.stream else None
+        return Prepared(
+            model=call.model,
+            generation=generation,
+            writer=writer,
+            collect=lambda pieces, usage: collect(call, self._tokenizer, response_id, created, pieces, usage),
+            unknown_fields=call.unknown_fields,
+        )
+
+    async def tokenize(self, body: bytes) -> dict[str, Any]:
+        return await self._in_pool(lambda: self._tokenize(body))
+
+    async def detokenize(self, body: bytes) -> dict[str, Any]:
+        return await self._in_pool(lambda: self._detokenize(body))
+
+    async def _in_pool(self, work: Callable[[], T]) -> T:
+        if self._num_waiting >= _MAX_WAITING:
+            raise OverloadedError("too many requests wait to be tokenized")
+        self._num_waiting += 1
+        try:
+            async with asyncio.timeout(self._config.ingress.limits.template_timeout_s):
+                return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        except TimeoutError:
+            raise RequestError("rendering and tokenizing the prompt took too long", code="prompt_timeout") from None
+        finally:
+            self._num_waiting -= 1
+
+    def _groups(self, kind: Kind, body: bytes, tenant: Tenant) -> tuple[GenerateCall, list[PromptGroup]]:
+        call = _PARSERS[kind](body, self._config.ingress.limits)
+        require_model(call.model, (self._config.model.served_name,))
+        root = self._root(tenant, call.cache_salt)
+        groups = []
+        for index, prompt in enumerate(call.prompts):
+            token_ids = prompt_token_ids(prompt, self._tokenizer, vocab_size=self._backend.info().vocab_size)
+            groups.append(PromptGroup(self._sequences(call, tuple(token_ids), root), first_index=index * call.n))
+        return call, groups
+
+    def _sequences(self, call: GenerateCall, token_ids: tuple[int, ...], root: bytes) -> tuple[GenerationRequest, ...]:
+        info = self._backend.info()
+        request = GenerationRequest(
+            # New for every sequence: clients repeat their own ids (case RQ06).
+            request_id=secrets.token_hex(12),
+            prompt_token_ids=token_ids,
+            sampling=to_sampling(
+                call,
+                num_prompt_tokens=len(token_ids),
+                max_model_len=info.max_model_len,
+                vocab_size=info.vocab_size,
+                default_seed=secrets.randbits(63),
+            ),
+            hash_root=root,
+            block_hashes=hash_blocks(root, token_ids, info.block_size),
+        )
+        return with_choices(request, call.n)
+
+    def _root(self, tenant: Tenant, cache_salt: str) -> bytes:
+        """A client's salt only narrows what its own key's requests share (case NS06)."""
+        salt = f"{tenant.salt}:{cache_salt}" if cache_salt else tenant.salt
+        return chain_root(self._secret, salt=salt, model_revision=self._backend.info().model_revision)
+
+    def _tokenize(self, body: bytes) -> dict[str, Any]:
+        call = parse_tokenize(body, self._config.ingress.limits)
+        require_model(call.model, (self._config.model.served_name,))
+        info = self._backend.info()
+        token_ids = prompt_token_ids(
+            call.prompt,
+            self._tokenizer,
+            vocab_size=info.vocab_size,
+            add_special_tokens=call.add_special_tokens,
+            add_generation_prompt=call.add_generation_prompt,
+        )
+        answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": info.max_model_len, "tokens": token_ids}
+        answer["token_strs"] = (
+            [self._tokenizer.decode([each], skip_special_tokens=False) for each in token_ids]
+            if call.return_token_strs
+            else None
+        )
+        return answer
+
+    def _detokenize(self, body: bytes) -> dict[str, Any]:
+        call = parse_detokenize(body, self._config.ingress.limits)
+        require_model(call.model, (self._config.model.served_name,))
+        return {"prompt": detokenize(call, self._tokenizer)}
