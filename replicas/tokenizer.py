@@ -16,7 +16,7 @@ import tokenizers
 from configs.schema import ModelConfig
 from replicas.chat_template import ChatMessage, ChatTemplate, MarkerSplitter, Piece
 from replicas.errors import ConfigError, UnsupportedError
-from replicas.model_source import resolve
+from replicas.model_source import eos_token_ids, resolve
 from replicas.tokenizer_files import TokenizerSpec, from_directory, from_gguf
 
 
@@ -42,14 +42,17 @@ def _bytes_of(token: str) -> bytes:
 class Tokenizer:
     """Immutable; may be used from several threads."""
 
-    def __init__(self, spec: TokenizerSpec, chat_template: str | None = None) -> None:
-        """`chat_template` replaces the model's own. Raises ConfigError if it or the vocabulary is wrong."""
+    def __init__(self, spec: TokenizerSpec, *, eos_token_ids: tuple[int, ...] = (), chat_template: str | None = None) -> None:
+        """`eos_token_ids` end an answer; `chat_template` replaces the model's own.
+
+        Raises ConfigError if the template or the vocabulary is wrong.
+        """
         try:
             self._core = tokenizers.Tokenizer.from_str(spec.core_json)
         except Exception as error:  # what the library raises
             raise ConfigError(f"the tokenizer is inconsistent: {error}") from error
         self.special_ids = frozenset(token.token_id for token in spec.special_tokens)
-        self.eos_token_ids = spec.eos_token_ids
+        self.eos_token_ids = eos_token_ids
         self.vocab_size = 1 + max([*spec.text_tokens, *self.special_ids])
         shown = [b""] * self.vocab_size
         for token_id, token in spec.text_tokens.items():
@@ -221,10 +224,10 @@ def load_tokenizer(model: ModelConfig) -> Tokenizer:
     """The tokenizer of `model`. Raises ConfigError if its kind isn't supported or a file is missing or wrong."""
     files = resolve(model)
     spec = from_gguf(files.path) if files.kind == "gguf" else from_directory(files.path)
-    if not model.chat_template:
-        return Tokenizer(spec)
-    try:
-        template = Path(model.chat_template).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"model.chat_template: {model.chat_template} can't be read: {error}") from error
-    return Tokenizer(spec, template)
+    template = None
+    if model.chat_template:
+        try:
+            template = Path(model.chat_template).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"model.chat_template: {model.chat_template} can't be read: {error}") from error
+    return Tokenizer(spec, eos_token_ids=eos_token_ids(model), chat_template=template)

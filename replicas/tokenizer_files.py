@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from replicas.errors import ConfigError
-from replicas.gguf_file import read_gguf
+from replicas.model_source import gguf_header, read_json
 
 # GGUF's token types: 2 unknown, 3 control, 5 unused never stand for text; 1 normal, 4 user-defined, 6 byte do.
 _GGUF_SPECIAL_TYPES = frozenset({2, 3, 5})
@@ -39,7 +39,6 @@ class TokenizerSpec:
     text_tokens: Mapping[int, str]
     special_tokens: tuple[SpecialToken, ...]
     bos_ids: tuple[int, ...]  # put before a text that is not a chat
-    eos_token_ids: tuple[int, ...]
     template_variables: Mapping[str, str]  # bos_token, eos_token, ...: what chat templates refer to
     chat_template: str | None
 
@@ -84,7 +83,7 @@ def _added_token_json(token_id: int, text: str) -> dict[str, Any]:
 
 def from_gguf(path: Path) -> TokenizerSpec:
     """The tokenizer in a GGUF file's metadata. Raises ConfigError for any kind but those of `_PRE_TOKENIZERS`."""
-    metadata = read_gguf(path).metadata
+    metadata = gguf_header(path).metadata
 
     def get(name: str, default: Any = None) -> Any:
         return metadata.get(f"tokenizer.ggml.{name}", default)
@@ -114,14 +113,12 @@ def from_gguf(path: Path) -> TokenizerSpec:
         },
     }
     bos_id, eos_id = get("bos_token_id"), get("eos_token_id")
-    ends = [eos_id, get("eot_token_id"), get("eom_token_id")]
     with_bos = bos_id is not None and get("add_bos_token", pre.add_bos)
     return TokenizerSpec(
         core_json=json.dumps(core),
         text_tokens=text_tokens,
         special_tokens=special,
         bos_ids=(bos_id,) if with_bos else (),
-        eos_token_ids=tuple(dict.fromkeys(i for i in ends if i is not None)),
         template_variables={name: tokens[i] for name, i in (("bos_token", bos_id), ("eos_token", eos_id)) if i is not None},
         chat_template=metadata.get("tokenizer.chat_template"),
     )
@@ -129,10 +126,9 @@ def from_gguf(path: Path) -> TokenizerSpec:
 
 def from_directory(path: Path) -> TokenizerSpec:
     """The tokenizer of a directory with tokenizer.json. Raises ConfigError for any kind but byte-level BPE."""
-    core = _read_json(path / "tokenizer.json")
-    if not core:
-        raise ConfigError(f"{path}: no tokenizer.json")
-    config = _read_json(path / "tokenizer_config.json")
+    core: dict[str, Any] = dict(read_json(path / "tokenizer.json"))
+    config_path = path / "tokenizer_config.json"
+    config = read_json(config_path) if config_path.is_file() else {}
     model = core.get("model", {})
     if model.get("type") != "BPE" or not _has_byte_level_decoder(core.get("decoder")):
         raise ConfigError(f"{path}: tokenizer.json of type {model.get('type')} is not supported; supported is byte-level BPE")
@@ -148,7 +144,6 @@ def from_directory(path: Path) -> TokenizerSpec:
     # The library gives an added token the id that the vocabulary has for it, and else the next free one.
     vocab.update((token["content"], token["id"]) for token in plain)
     bos_ids = _bos_ids(core.get("post_processor"), {token.text: token.token_id for token in special})
-    eos_ids = _eos_ids(path) or tuple(t.token_id for t in special if t.text == _token_text(config.get("eos_token")))
     core.update(added_tokens=plain, post_processor=None, truncation=None, padding=None)
     names = ("bos_token", "eos_token", "unk_token", "pad_token")
     return TokenizerSpec(
@@ -156,7 +151,6 @@ def from_directory(path: Path) -> TokenizerSpec:
         text_tokens={i: text for text, i in vocab.items()},
         special_tokens=special,
         bos_ids=bos_ids,
-        eos_token_ids=eos_ids,
         template_variables={name: text for name in names if (text := _token_text(config.get(name))) is not None},
         chat_template=_directory_template(path, config),
     )
@@ -185,14 +179,6 @@ def _bos_ids(post_processor: Mapping[str, Any] | None, special_ids: Mapping[str,
     return tuple(ids)
 
 
-def _eos_ids(path: Path) -> tuple[int, ...]:
-    for name in ("generation_config.json", "config.json"):
-        ids = _read_json(path / name).get("eos_token_id")
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
-    return ()
-
-
 def _directory_template(path: Path, config: Mapping[str, Any]) -> str | None:
     file = path / "chat_template.jinja"
     if file.is_file():
@@ -207,13 +193,3 @@ def _token_text(token: Any) -> str | None:
     """tokenizer_config.json writes a token as its text or as an object."""
     text: str | None = token["content"] if isinstance(token, dict) else token
     return text
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from error
-    return content
