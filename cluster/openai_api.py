@@ -5,6 +5,7 @@ bytes -> openai_parse.parse_* -> GenerateCall -> prompt_token_ids, to_sampling -
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,7 +13,14 @@ from typing import Any
 
 from replicas.chat_template import ChatMessage
 from replicas.contract import SamplingParams
-from replicas.errors import ContextLengthError, NotFoundError, RequestError
+from replicas.errors import (
+    ContextLengthError,
+    NotFoundError,
+    OverloadedError,
+    ReplicaLostError,
+    RequestError,
+    TrieserveError,
+)
 from replicas.tokenizer import Tokenizer
 
 _MAX_IDS_LISTED = 10
