@@ -11,9 +11,11 @@ the caller raises by one for each decision.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import takewhile
 
 from replicas.blocks import BlockHash
 from replicas.step_time import predict, prefill_seconds
@@ -109,18 +111,19 @@ def prefix(question: Question, views: Sequence[ReplicaView], prefixes: Prefixes,
     """The rule above. `views` are the candidates, at least one."""
     matched = _matched_tokens(views, prefixes, tuning)
     ttfts = [predicted_ttft_s(view, question.num_prompt_tokens, cached) for view, cached in zip(views, matched, strict=True)]
-    best_s = min(ttfts)
-    margin, margin_s = tuning.margin, tuning.margin_s
-    close = [i for i, ttft_s in enumerate(ttfts) if ttft_s - best_s <= margin_s or ttft_s - best_s <= margin * ttft_s]
+    limit_s = _limit_s(min(ttfts), tuning)
+    close = [i for i, ttft_s in enumerate(ttfts) if ttft_s <= limit_s]
     deepest = max([matched[i] for i in close])
     slack = question.num_prompt_tokens * _MATCH_SHARE
     is_cold = deepest < max(slack, 1)
-    preferred = [i for i in close if matched[i] >= deepest - slack]
-    work = {i: _assigned_tokens(views[i], prefixes) for i in preferred}
-    keys = {i: (work[i], ttfts[i]) if is_cold else (ttfts[i], work[i]) for i in preferred}
-    order = _by_key(preferred, keys, views, _mark(question, rotation))
+    preferred: list[tuple[float, float, int]] = []
+    for i in close:
+        if matched[i] >= deepest - slack:
+            work = _assigned_tokens(views[i], prefixes)
+            preferred.append((work, ttfts[i], i) if is_cold else (ttfts[i], work, i))
+    order = _by_key(preferred, views, _mark(question, rotation))
     if len(order) < len(views):
-        order += sorted([i for i in range(len(views)) if i not in keys], key=ttfts.__getitem__)
+        order += sorted(set(range(len(views))).difference(order), key=ttfts.__getitem__)
     if all(view.is_stale for view in views):
         reason = Reason.STALE_TELEMETRY
     elif max(matched) > deepest + slack:
@@ -161,17 +164,17 @@ POLICIES: Mapping[str, Policy] = {"prefix": prefix, "power_of_two": power_of_two
 
 def num_uncached_tokens(num_prompt_tokens: int, matched_tokens: int) -> int:
     """Tokens to be computed. An engine computes at least a prompt's last one: its logits give the answer's first."""
-    return max(1, num_prompt_tokens - matched_tokens)
+    return num_prompt_tokens - matched_tokens if matched_tokens < num_prompt_tokens else 1
 
 
 def predicted_ttft_s(view: ReplicaView, num_prompt_tokens: int, matched_tokens: int) -> float:
     """Seconds until that replica has computed all that is pending there and then what it hasn't cached of this prompt."""
-    running = view.num_running
+    running, budget = view.num_running, view.facts.max_num_batched_tokens
     prefill_s = prefill_seconds(
         view.step_time,
         view.num_pending_tokens + num_uncached_tokens(num_prompt_tokens, matched_tokens),
         matched_tokens,
-        max(1, view.facts.max_num_batched_tokens - running),
+        budget - running if running < budget else 1,
         running,
         running_context_tokens=view.num_context_tokens,
     )
@@ -183,6 +186,12 @@ def _slot_wait_s(view: ReplicaView) -> float:
     max_num_seqs = view.facts.max_num_seqs
     step_s = predict(view.step_time, max_num_seqs, view.num_context_tokens, max_num_seqs)
     return (view.num_requests + 1 - max_num_seqs) * view.mean_output_tokens * step_s / max_num_seqs
+
+
+def _limit_s(best_s: float, tuning: Tuning) -> float:
+    """The longest time to first token that `best_s` doesn't beat by the margin: by its share *and* by its seconds."""
+    share_s = best_s / (1 - tuning.margin) if tuning.margin < 1 else math.inf
+    return max(share_s, best_s + tuning.margin_s)
 
 
 def _matched_tokens(views: Sequence[ReplicaView], prefixes: Prefixes, tuning: Tuning) -> list[int]:
@@ -210,12 +219,13 @@ def _decision(
     )
 
 
-def _by_key(indices: list[int], keys: Mapping[int, tuple[float, float]], views: Sequence[ReplicaView], mark: int) -> list[int]:
-    """Least key first; those that tie for the first place by rendezvous, so that all ingresses choose alike."""
-    order = sorted(indices, key=keys.__getitem__)
-    num_tied = 1
-    while num_tied < len(order) and keys[order[num_tied]] == keys[order[0]]:
-        num_tied += 1
+def _by_key(keyed: list[tuple[float, float, int]], views: Sequence[ReplicaView], mark: int) -> list[int]:
+    """The indices at the end of the keys, least key first. A tie for the first place goes by rendezvous, so that all
+    ingresses choose alike."""
+    keyed.sort()
+    best = keyed[0][:2]
+    num_tied = sum(1 for _ in takewhile(lambda key: key[:2] == best, keyed))
+    order = [i for _, _, i in keyed]
     if num_tied > 1:
         order[:num_tied] = sorted(order[:num_tied], key=lambda i: _mix(views[i].seed ^ mark))
     return order

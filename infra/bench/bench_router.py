@@ -4,9 +4,10 @@
 
 CPU time of this process, least of 20 rounds (the least is what the code costs; the rest is the machine). `calibration_us` is
 the same measure of a fixed loop: compare figures of two machines by their ratio to it. The last line is one JSON object.
-State: each of 64 replicas holds 15 000 blocks and has 4 requests under way; the prompt has 750 blocks (12 000 tokens), of
-which 8 replicas hold different parts and all hold the first 20. `decide_us`: telemetry arrived from a quarter of the replicas
-since the last decision, as at 500 decisions/s; `decide_all_reported_us`: from all of them.
+State: each of 64 replicas holds 15 000 blocks and has 4 requests under way; of the 750 blocks of the prompt (12 000 tokens) 8
+replicas hold different parts; telemetry came from a quarter of the replicas since the last decision. `decide_us` is a
+decision then, `decide_shared_us` one where all prompts begin with the same 20 blocks, which all replicas hold;
+`decide_all_reported_us` and `decide_none_reported_us` are the latter with telemetry from all or none in between.
 """
 
 from __future__ import annotations
@@ -67,21 +68,22 @@ def filler(name: str, length: int) -> tuple[bytes, ...]:
     return tuple(hashlib.sha256(f"{name}/{i}".encode()).digest() for i in range(length))
 
 
-def prompt(tail: int, depth: int = NUM_PROMPT_BLOCKS) -> tuple[bytes, ...]:
-    """All prompts share the first blocks; those with the same `tail` all of them."""
-    shared = list(range(NUM_SHARED_BLOCKS * BLOCK_SIZE))
-    return hash_blocks(ROOT, shared + [1000 + tail] * ((depth - NUM_SHARED_BLOCKS) * BLOCK_SIZE))
+def prompt(tail: int, num_shared_blocks: int) -> tuple[bytes, ...]:
+    """All prompts share their first blocks; those with the same `tail` all of them."""
+    num_own_tokens = (NUM_PROMPT_BLOCKS - num_shared_blocks) * BLOCK_SIZE
+    return hash_blocks(ROOT, [7] * (num_shared_blocks * BLOCK_SIZE) + [1000 + tail] * num_own_tokens)
 
 
-def busy_router(asked: tuple[bytes, ...]) -> Router:
+def busy_router(num_shared_blocks: int) -> Router:
+    asked = prompt(0, num_shared_blocks)
     router = Router(Tuning(), trie_max_bytes=2**30, stale_after_s=5.0, lease_s=120.0)
     for i, name in enumerate(NAMES):
-        depth = 90 * (i // 8 + 1) if i % 8 == 0 else NUM_SHARED_BLOCKS
+        depth = 90 * (i // 8 + 1) if i % 8 == 0 else num_shared_blocks
         router.join(name, FACTS)
         router.snapshot(name, 0, asked[:depth] + filler(name, NUM_BLOCKS_EACH - depth))
     report(router, NAMES, 0.0)
     for i in range(NUM_REPLICAS * NUM_LEASES_EACH):
-        other = Question(NUM_PROMPT_BLOCKS * BLOCK_SIZE, prompt(i + 1))
+        other = Question(NUM_PROMPT_BLOCKS * BLOCK_SIZE, prompt(i + 1, num_shared_blocks))
         router.commit(router.route(other, NAMES, 1.0), other, 1.0, replica=NAMES[i % NUM_REPLICAS])
     return router
 
@@ -92,24 +94,31 @@ def report(router: Router, names: Sequence[str], now: float) -> None:
 
 
 def decision_costs() -> dict[str, float]:
-    asked = prompt(0)
-    router = busy_router(asked)
-    question = Question(NUM_PROMPT_BLOCKS * BLOCK_SIZE, asked)
-    fresh = Question(NUM_PROMPT_BLOCKS * BLOCK_SIZE, filler("cold", NUM_PROMPT_BLOCKS))
-    trie = router.trie
+    def decide(router: Router, hashes: tuple[bytes, ...], num_reporting: int) -> float:
+        question = Question(NUM_PROMPT_BLOCKS * BLOCK_SIZE, hashes)
+        reporting = NAMES[:num_reporting]
+        return least_us(lambda: router.route(question, NAMES, 2.0), 50, lambda: report(router, reporting, 2.0))
 
     def send() -> None:
+        question = Question(NUM_PROMPT_BLOCKS * BLOCK_SIZE, asked)
         router.commit(router.route(question, NAMES, 2.0), question, 2.0).release()
 
-    return {
-        "decide_us": least_us(lambda: router.route(question, NAMES, 2.0), 50, lambda: report(router, NAMES[::4], 2.0)),
-        "decide_all_reported_us": least_us(lambda: router.route(question, NAMES, 2.0), 50, lambda: report(router, NAMES, 2.0)),
-        "decide_nothing_reported_us": least_us(lambda: router.route(question, NAMES, 2.0), 50),
-        "decide_cold_us": least_us(lambda: router.route(fresh, NAMES, 2.0), 50, lambda: report(router, NAMES[::4], 2.0)),
+    router = busy_router(0)
+    asked = prompt(0, 0)
+    figures = {
+        "decide_us": decide(router, asked, NUM_REPLICAS // 4),
+        "decide_cold_us": decide(router, filler("cold", NUM_PROMPT_BLOCKS), NUM_REPLICAS // 4),
         "decide_commit_release_us": least_us(send, 50),
-        "match_us": least_us(lambda: trie.match(asked), 50),
-        "match_linear_us": least_us(lambda: trie.match_linear(asked), 5),
+        "match_us": least_us(lambda: router.trie.match(asked), 50),
+        "match_linear_us": least_us(lambda: router.trie.match_linear(asked), 5),
         "report_us": least_us(lambda: report(router, NAMES, 2.0), 10) / NUM_REPLICAS,
+    }
+    router = busy_router(NUM_SHARED_BLOCKS)
+    asked = prompt(0, NUM_SHARED_BLOCKS)
+    return figures | {
+        "decide_shared_us": decide(router, asked, NUM_REPLICAS // 4),
+        "decide_all_reported_us": decide(router, asked, NUM_REPLICAS),
+        "decide_none_reported_us": decide(router, asked, 0),
     }
 
 
