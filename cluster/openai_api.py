@@ -5,22 +5,13 @@ bytes -> openai_parse.parse_* -> GenerateCall -> prompt_token_ids, to_sampling -
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from replicas.chat_template import ChatMessage
 from replicas.contract import SamplingParams
-from replicas.errors import (
-    ContextLengthError,
-    NotFoundError,
-    OverloadedError,
-    ReplicaLostError,
-    RequestError,
-    TrieserveError,
-)
+from replicas.errors import ContextLengthError, NotFoundError, RequestError
 from replicas.tokenizer import Tokenizer
 
 _MAX_IDS_LISTED = 10
@@ -178,20 +169,6 @@ def detokenize(call: DetokenizeCall, tokenizer: Tokenizer) -> str:
     """Raises RequestError for ids outside the vocabulary."""
     _check_in_vocabulary(call.tokens, tokenizer.vocab_size, "tokens")
     return tokenizer.decode(call.tokens, skip_special_tokens=False)
-
-
-def error_body(error: TrieserveError) -> dict[str, Any]:
-    """OpenAI's error JSON; its HTTP status is `error.status`."""
-    return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.code}}
-
-
-def error_headers(error: TrieserveError) -> dict[str, str]:
-    """OpenAI's clients honour both headers; without them they retry every 5xx twice (case RF05)."""
-    if isinstance(error, OverloadedError):
-        return {"retry-after": str(max(1, math.ceil(error.retry_after_s)))}
-    if isinstance(error, ReplicaLostError):
-        return {"retry-after": "1"}
-    return {"x-should-retry": "false"} if error.status >= 500 else {}
 
 
 def _check_in_vocabulary(token_ids: Iterable[int], vocab_size: int, param: str) -> None:
