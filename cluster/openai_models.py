@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, GetCoreSchemaHandler, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, StringConstraints
 from pydantic_core import CoreSchema
 
 _INT32_MAX = 2**31 - 1
@@ -30,10 +30,10 @@ class OneOf:
 
 Name = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=1, le=_INT32_MAX)]
-Texts = Annotated[list[str], FailFast()]
-TokenIds = Annotated[list[int], FailFast()]
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
 Prompt = Annotated[
-    str | Texts | TokenIds | Annotated[list[TokenIds], FailFast()],
+    str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)],
     OneOf("Input should be a string, a list of strings, a list of token ids or a list of lists of token ids"),
 ]
 Stop = Annotated[str | Texts, OneOf("Input should be a string or a list of strings")]
