@@ -5,8 +5,9 @@ A step goes, in this order,
 1. to running sequences with one pending token (they decode, and never wait behind a prompt), first come first served;
 2. to running sequences with more (prompts under way), likewise;
 3. to waiting sequences, likewise, as long as the next one gets blocks for *all* its known tokens. It takes them at once, so
-   a prompt under way never lacks a block, and only if one block per running sequence remains: else the newcomer would be
-   thrown out again within the next block. Who doesn't fit holds up those behind it, so that large prompts are served too.
+   a prompt under way never lacks a block, and only if one block per running sequence remains: else the newcomer, or who
+   was preempted a moment ago, would be out again within the next block. Who doesn't fit holds up those behind it, so that
+   large prompts are served too.
 
 A waiting sequence whose next block is being computed by a running one is passed over until that block is there to be
 shared, or until the other ended without it.
@@ -131,7 +132,6 @@ class Scheduler:
         budget = self.config.max_num_batched_tokens
         chunks: list[SequenceChunk] = []
         self._planned = []
-        num_preemptions = self._num_preemptions
 
         index = 0
         while index < len(self._running):  # preemption shortens the list, from its end
@@ -149,9 +149,7 @@ class Scheduler:
                 self._grant(chunks, sequence, num_tokens)
                 budget -= num_tokens
 
-        # Who was just thrown out would be let in again at once, at the cost of the one that needed the room.
-        if self._num_preemptions == num_preemptions:
-            self._admit(chunks, budget, now)
+        self._admit(chunks, budget, now)
         assert chunks or not self._sequences, "sequences wait, and nothing moves"
         return StepPlan(tuple(chunks))
 
@@ -226,12 +224,9 @@ class Scheduler:
         for sequence in self._waiting.values():
             if budget <= 0 or len(self._running) == self.config.max_num_seqs:
                 break
-            if sequence.awaited_block in self._computing:
-                continue
             num_named = self._pool.num_named(sequence.block_hashes)
             num_reused = min(num_named, sequence.num_reusable_blocks)
             if num_reused < sequence.num_reusable_blocks and sequence.block_hashes[num_reused] in self._computing:
-                sequence.awaited_block = sequence.block_hashes[num_reused]
                 continue
             num_tokens = len(sequence.token_ids) - num_reused * BLOCK_SIZE
             if self.config.chunked_prefill:
@@ -253,7 +248,6 @@ class Scheduler:
     def _start(self, sequence: Sequence, table: list[int], num_reused: int, now: float) -> None:
         """WAITING -> RUNNING with blocks for all known tokens, the first `num_reused` of which are computed."""
         sequence.state = SequenceState.RUNNING
-        sequence.awaited_block = None
         sequence.block_table = table
         sequence.num_published_blocks = num_reused
         sequence.num_computed_tokens = num_reused * BLOCK_SIZE
@@ -314,7 +308,6 @@ class Scheduler:
             if self._computing.get(name) is sequence:
                 del self._computing[name]
         self._pool.release(sequence.block_table)
-        sequence.num_published_blocks = 0
         sequence.num_computed_tokens = 0
 
     def _delta(

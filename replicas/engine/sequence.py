@@ -34,7 +34,6 @@ class Sequence:
         "_stop_token_ids",
         "added_s",
         "arrival",
-        "awaited_block",
         "block_hashes",
         "block_table",
         "num_cached_tokens",
@@ -59,7 +58,6 @@ class Sequence:
         self.block_table: list[int] = []
         self.block_hashes: list[BlockHash] = list(request.block_hashes)
         self.num_published_blocks = 0
-        self.awaited_block: BlockHash | None = None  # another sequence was computing it when this one was last considered
         self.num_cached_tokens: int | None = None  # at the first schedule
         self.queue_s: float | None = None  # until the first schedule
         self.reported_start = False  # the first Delta has gone out

@@ -170,10 +170,9 @@ def test_another_root_shares_nothing():
 
 def test_without_prefix_caching_nothing_is_kept_and_nothing_reported():
     bench = Bench(prefix_caching=False)
-    for name in "ab":
-        bench.add(make_request(name, range(40), 20))
-        assert bench.step() == [(name, 0, 40)]
-        bench.finish()
+    bench.add(make_request("a", range(30), 20), make_request("b", range(30), 20))
+    assert bench.step() == [("a", 0, 30), ("b", 0, 30)]
+    bench.finish()
     assert bench.output("a") == bench.output("b")
     assert bench.scheduler.stats().num_blocks_free == 64
     assert bench.scheduler.stats().prefix_queries_total == 0
@@ -220,12 +219,11 @@ def test_two_sequences_that_compute_the_same_block_end_up_with_one():
 
 
 def test_the_latest_arrival_is_preempted_returns_first_and_loses_no_token():
-    bench = Bench(num_blocks=5)
+    bench = Bench(num_blocks=5, max_num_seqs=2)
     requests = [make_request(name, range(at, at + 16), 40) for name, at in (("a", 0), ("b", 20))]
-    bench.add(*requests)
+    bench.add(*requests, make_request("c", [99], 1))
     while bench.scheduler.stats().preemptions_total == 0:
         bench.step()
-    bench.add(make_request("c", [99], 1))
     num_before = len(bench.output("b"))
     assert num_before > 0
     assert [chunk[0] for chunk in bench.runner.plans[-1]] == ["a"]
