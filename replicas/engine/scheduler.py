@@ -117,11 +117,11 @@ class Scheduler:
         self._waiting[request.request_id] = sequence
         self._num_waiting_tokens += len(sequence.token_ids)
 
-    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT, error: ErrorInfo | None = None) -> None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         """End a sequence; its blocks are free on return. An id that is unknown, or ended before, is ignored."""
         sequence = self._sequences.get(request_id)
         if sequence is not None:
-            self._last_deltas.append(self._end(sequence, reason, error=error))
+            self._last_deltas.append(self._end(sequence, reason))
 
     def clear_cache(self) -> None:
         """Forget all blocks that no running sequence holds. The next `apply` reports them removed."""
