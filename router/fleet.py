@@ -169,7 +169,7 @@ class Fleet:
 
     @property
     def num_leases(self) -> int:
-        """Leases not yet known to have ended."""
+        """Leases that had not ended when `views`, `lease`, `report` or `expected_match` was last called."""
         return len(self._live)
 
     def join(self, replica: str, facts: ReplicaFacts) -> None:
@@ -197,6 +197,7 @@ class Fleet:
 
     def report(self, replica: str, stats: EngineStats, now: float) -> None:
         """Take a replica's last word. One that is no member (a late word of one that left) is ignored."""
+        self._settle(now)
         member = self._members.get(replica)
         if member is None:
             return
