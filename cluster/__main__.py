@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TrieserveError as error:
         print(f"error: {error.message}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 Command = Callable[[argparse.Namespace], int]

@@ -8,8 +8,6 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import logging
-import re
-import secrets
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
@@ -36,7 +34,6 @@ from replicas.errors import EngineError, NotFoundError, PayloadTooLarge, Request
 logger = logging.getLogger(__name__)
 
 _BODY_TIMEOUT_S = 30.0
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 Handler = Callable[["Api", Request], Awaitable[ASGIApp]]
 
@@ -91,19 +88,16 @@ class Api:
             prepared.generation,
             tracked,
             self.metrics,
-            headers=lambda: self._answer_headers(request, prepared.generation),
+            headers=lambda: self._answer_headers(prepared.generation),
             timeout_s=ingress.limits.request_timeout_s,
             keep_alive_s=ingress.keep_alive_s,
             writer=prepared.writer,
             collect=prepared.collect,
         )
 
-    def _answer_headers(self, request: Request, generation: Any) -> dict[str, str]:
-        headers = {"x-request-id": request.scope["request_id"]}
+    def _answer_headers(self, generation: Any) -> dict[str, str]:
         sent = generation.dispatched
-        if self.config.ingress.expose_routing and sent is not None:
-            headers |= routing_headers(sent)
-        return headers
+        return routing_headers(sent) if self.config.ingress.expose_routing and sent is not None else {}
 
     async def tokenize(self, request: Request) -> ASGIApp:
         body = await read_body(request, self.config.ingress.limits.max_body_bytes)
@@ -186,7 +180,7 @@ class _Endpoint:
 
 
 class _Edge:
-    """Gives each request its id and counts each answer."""
+    """Counts each answer. (`x-request-id` is Serve's: it takes the client's or makes one, and sends it back.)"""
 
     def __init__(self, app: ASGIApp, metrics: IngressMetrics) -> None:
         self._app = app
@@ -196,7 +190,6 @@ class _Edge:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope["request_id"] = request_id(Request(scope).headers.get("x-request-id"))
         status = 499  # no answer was begun: the client had gone
 
         async def counting(message: MutableMapping[str, Any]) -> None:
@@ -211,13 +204,6 @@ class _Edge:
             pass
         finally:
             self._metrics.on_http(scope.get("route_template", "unmatched"), scope["method"], status)
-
-
-def request_id(given: str | None) -> str:
-    """The client's own if it is harmless, else a new one. Ids inside are always new: clients repeat theirs (case RQ06)."""
-    if given is not None and _REQUEST_ID.fullmatch(given):
-        return given
-    return secrets.token_hex(8)
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
@@ -241,9 +227,7 @@ def routing_headers(sent: Any) -> dict[str, str]:
     decision = sent.decision
     if decision is None:
         return headers | {"x-trieserve-reason": "fallback_serve"}
-    costs = ",".join(
-        f"{cost.replica}={cost.predicted_ttft_s * 1e3:.1f}ms/{cost.num_cached_tokens}" for cost in decision.candidates
-    )
+    costs = ",".join(f"{each.replica}={_ms(each.ttft_s)}" for each in decision.candidates)
     return headers | {
         "x-trieserve-reason": str(decision.reason),
         "x-trieserve-matched-tokens": str(decision.matched_tokens),
@@ -260,25 +244,24 @@ def package_version() -> str:
     return importlib.metadata.version("trieserve")
 
 
-def _error_response(request: Request, error: TrieserveError) -> JsonResponse:
-    headers = {"x-request-id": request.scope.get("request_id", ""), **error_headers(error)}
-    return JsonResponse(error_body(error), status_code=error.status, headers=headers)
+def _error_response(error: TrieserveError) -> JsonResponse:
+    return JsonResponse(error_body(error), status_code=error.status, headers=error_headers(error))
 
 
-async def _answer_error(request: Request, error: TrieserveError) -> Response:
-    return _error_response(request, error)
+async def _answer_error(_request: Request, error: TrieserveError) -> Response:
+    return _error_response(error)
 
 
-async def _answer_http_exception(request: Request, error: HTTPException) -> Response:
+async def _answer_http_exception(_request: Request, error: HTTPException) -> Response:
     ours: TrieserveError = NotFoundError("no such route")
     if error.status_code != 404:
         ours = RequestError(str(error.detail), code="http_error")
         ours.status = error.status_code
-    response = _error_response(request, ours)
+    response = _error_response(ours)
     response.headers.update(error.headers or {})
     return response
 
 
 async def _answer_unexpected(request: Request, error: Exception) -> Response:
     logger.error("unexpected error in %s", request.scope.get("route_template", "a request"), exc_info=error)
-    return _error_response(request, EngineError("internal error"))
+    return _error_response(EngineError("internal error"))

@@ -38,7 +38,8 @@ def up(config: AppConfig) -> None:
     owned = "RAY_ADDRESS" not in os.environ
     if owned:
         _check_port(config)
-        with tempfile.TemporaryDirectory(prefix="trieserve-") as scratch:
+        # A short name: the path of HAProxy's socket in it may have 97 characters, 70 of which are Serve's.
+        with tempfile.TemporaryDirectory(prefix="ts-", dir="/tmp") as scratch:
             _local_environment(config, Path(scratch))
             try:
                 with console.status("starting a local Ray cluster"):
@@ -85,16 +86,14 @@ def _start_ray(config: AppConfig) -> None:
 
 
 def _local_environment(config: AppConfig, scratch: Path) -> None:
-    """Ray reads these when it starts processes. HAProxy's files go to a folder that only this user can read."""
-    haproxy = scratch / "haproxy"
-    haproxy.mkdir(mode=0o700)
+    """Ray reads these when it starts processes. HAProxy's files go to `scratch`, which only this user can read."""
     defaults = {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_ENABLE_HA_PROXY": "1" if config.ingress.haproxy else "0",
-        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(haproxy / "haproxy.cfg"),
-        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(haproxy / "admin.sock"),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(haproxy),
-        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(haproxy / "server-state"),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(scratch / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / "admin.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(scratch),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(scratch / "server-state"),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
         # Longer than the longest stream: a reload of HAProxy must not cut one (ray #66056).
