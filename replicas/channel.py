@@ -100,8 +100,6 @@ class Channel(asyncio.Protocol):
         self.num_silent_ticks = 0
         try:
             for frame in self.frames.feed(data):
-                if self.closed:
-                    return
                 self.on_message(self.decoder.decode(frame))
         except (WireError, msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             _logger.warning("closing a token connection after a bad frame: %s", error)

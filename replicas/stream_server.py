@@ -224,7 +224,8 @@ class _Connection(Channel):
             if num_tokens >= _MAX_TOKENS_PER_FRAME:
                 self.send(Tokens(tuple(plain), tuple(full)))
                 plain, full, num_tokens = [], [], 0
-        self.send(Tokens(tuple(plain), tuple(full)))
+        if plain or full:
+            self.send(Tokens(tuple(plain), tuple(full)))
 
     def _welcome(self, hello: Hello) -> None:
         server = self._server

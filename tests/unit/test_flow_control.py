@@ -137,6 +137,34 @@ async def test_a_client_that_does_not_read_its_socket_fills_no_memory_but_its_st
     await client.close()
 
 
+async def test_a_step_with_very_many_tokens_is_sent_in_several_frames(engine, server, endpoint):
+    peer = await RawPeer.connect(endpoint, SECRET)
+    for number in range(1, 6):
+        await peer.send(wire.Submit(number, make_request(f"r{number}"), None, 10_000))
+    await until(lambda: len(engine.submitted) == 5)
+    for number in range(1, 6):
+        engine.emit(f"r{number}", *range(10_000))
+    engine.step()
+    assert [len((await _tokens_of(peer, number))[0]) for number in (1, 3, 5)] == [10_000] * 3
+
+
+async def test_events_that_waited_for_the_socket_go_before_those_that_did_not(engine, server, endpoint):
+    peer = await RawPeer.connect(endpoint, SECRET)
+    await peer.send(wire.Subscribe())
+    assert isinstance(await peer.receive(), wire.Snapshot)
+    assert isinstance(await peer.receive(), wire.Report)
+    [connection] = server.connections
+    for number in range(4):
+        if number == 1:
+            connection.pause_writing()
+        if number == 3:
+            connection.resume_writing()
+        engine.store(block(number))
+        engine.step()
+    messages = [await peer.receive() for _ in range(4)]
+    assert [message.events.sequence for message in messages if isinstance(message, wire.Events)] == [1, 2, 3, 4]
+
+
 async def test_a_subscriber_that_does_not_read_gets_a_new_snapshot_instead_of_an_endless_backlog(engine, hub, server, endpoint):
     peer = await RawPeer.connect(endpoint, SECRET)
     await peer.send(wire.Subscribe())

@@ -3,51 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, replace
 
 import pytest
 from raw_peer import RawPeer
-from scripted_engine import ManualClock, ScriptedEngine, make_request, until
+from scripted_engine import make_request, until
+from token_rig import SECRET, TokenRig, read
 
-from cluster.stream_client import StreamClient
 from replicas import wire
 from replicas.contract import Delta, FinishReason
 from replicas.errors import ContextLengthError, EngineError, ReplicaLostError, RequestError
-from replicas.stream_hub import StreamHub
-from replicas.stream_server import StreamServer
-from replicas.wire import Endpoint
-
-SECRET = b"the deployment's secret"
-
-
-@dataclass
-class Rig:
-    engine: ScriptedEngine
-    server: StreamServer
-    client: StreamClient
-    endpoint: Endpoint
-    orphaned: list[str]
-
-    async def open(self, *names: str, slot: str | None = None):
-        return [await self.client.open(self.endpoint, make_request(name), slot) for name in names]
 
 
 @pytest.fixture
 async def rig():
-    engine, orphaned = ScriptedEngine(), []
-    hub = StreamHub(engine, ManualClock())
-    engine.start(hub.publish)
-    server = StreamServer(hub, SECRET, "boot-1", on_orphaned_slot=orphaned.append)
-    endpoint = await server.start("127.0.0.1")
-    client = StreamClient(SECRET)
-    yield Rig(engine, server, client, endpoint, orphaned)
-    await client.close()
-    await server.close()
-    await until(lambda: server.num_streams == 0)
-
-
-async def _read(stream) -> list[int]:
-    return [token async for delta in stream for token in delta.token_ids]
+    async with TokenRig() as rig:
+        yield rig
 
 
 # Tokens
@@ -56,7 +26,7 @@ async def _read(stream) -> list[int]:
 async def test_many_streams_share_one_connection_and_each_gets_its_own_tokens(rig):
     names = [f"r{i}" for i in range(50)]
     streams = await asyncio.gather(*(rig.client.open(rig.endpoint, make_request(name)) for name in names))
-    tasks = [asyncio.create_task(_read(stream)) for stream in streams]
+    tasks = [asyncio.create_task(read(stream)) for stream in streams]
     for step in range(20):
         for i, name in enumerate(names):
             rig.engine.emit(name, 1000 * i + step, finish=FinishReason.LENGTH if step == 19 else None)
@@ -95,17 +65,10 @@ def test_tokens_flow_on_the_event_loop_that_serve_uses():
     uvloop = pytest.importorskip("uvloop")
 
     async def scenario():
-        engine = ScriptedEngine()
-        hub = StreamHub(engine, ManualClock())
-        engine.start(hub.publish)
-        server = StreamServer(hub, SECRET, "boot-1", on_orphaned_slot=lambda slot: None)
-        client = StreamClient(SECRET, window_tokens=4)
-        stream = await client.open(await server.start("127.0.0.1"), make_request("a"))
-        engine.tokens("a", *range(99), finish=FinishReason.LENGTH)
-        tokens = await _read(stream)
-        await client.close()
-        await server.close()
-        return tokens
+        async with TokenRig(window_tokens=4) as rig:
+            [stream] = await rig.open("a")
+            rig.engine.tokens("a", *range(99), finish=FinishReason.LENGTH)
+            return await read(stream)
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         assert runner.run(scenario()) == list(range(99))
@@ -126,7 +89,7 @@ async def test_what_the_engine_refuses_is_raised_by_open_and_the_connection_live
     assert "secret detail" not in raised.value.message
     assert raised.value.param == getattr(refusal, "param", None)
     rig.engine.tokens("other", 1, finish=FinishReason.STOP)
-    assert await _read(other) == [1]
+    assert await read(other) == [1]
     assert rig.orphaned == []
 
 
@@ -155,9 +118,20 @@ async def test_leaving_the_context_early_aborts_and_after_the_end_does_not(rig):
     early, late = await rig.open("early", "late")
     async with early, late:
         rig.engine.tokens("late", 1, finish=FinishReason.STOP)
-        assert await _read(late) == [1]
+        assert await read(late) == [1]
     await until(lambda: rig.engine.aborted)
     assert rig.engine.aborted == {"early": FinishReason.ABORT}
+
+
+async def test_an_abort_that_crosses_the_last_token_hurts_nobody(rig):
+    await rig.open("a")
+    [other] = await rig.open("other")
+    [connection] = rig.server.connections
+    rig.engine.tokens("a", 1, finish=FinishReason.STOP)
+    connection.on_message(wire.Abort(1, FinishReason.ABORT))
+    rig.engine.tokens("other", 2, finish=FinishReason.STOP)
+    assert await read(other) == [2]
+    assert rig.engine.aborted == {}
 
 
 async def test_a_caller_that_is_cancelled_while_it_opens_leaves_no_stream_behind(rig):
@@ -182,7 +156,7 @@ async def test_when_the_client_dies_its_streams_are_aborted_and_its_slots_given_
     await rig.open("c")
     [done] = await rig.open("done", slot="slot-done")
     rig.engine.tokens("done", 1, finish=FinishReason.STOP)
-    assert await _read(done) == [1]
+    assert await read(done) == [1]
     await rig.client.close()
     await until(lambda: len(rig.orphaned) == 3)
     assert set(rig.engine.aborted) == {"a", "b", "c"}
@@ -209,8 +183,7 @@ async def test_when_the_server_dies_every_stream_on_it_fails_after_what_had_arri
     streams = await rig.open("a", "b", "c")
     rig.engine.tokens("a", 1)
     await until(lambda: streams[0]._arrived)
-    for connection in rig.server.connections.copy():
-        connection.abort()
+    rig.drop_connections()
     await until(lambda: streams[0]._error)
     assert (await streams[0].next()).token_ids == (1,)
     for stream in streams:
@@ -222,13 +195,12 @@ async def test_when_the_server_dies_every_stream_on_it_fails_after_what_had_arri
 
 async def test_after_a_lost_connection_the_next_stream_makes_a_new_one(rig):
     [lost] = await rig.open("a")
-    for connection in rig.server.connections.copy():
-        connection.abort()
+    rig.drop_connections()
     with pytest.raises(ReplicaLostError):
         await lost.next()
     [stream] = await rig.open("b")
     rig.engine.tokens("b", 1, finish=FinishReason.STOP)
-    assert await _read(stream) == [1]
+    assert await read(stream) == [1]
 
 
 async def test_a_client_that_falls_silent_loses_its_streams(rig):
@@ -279,87 +251,8 @@ async def test_draining_refuses_new_streams_and_waits_for_the_last_token_of_the_
     rig.engine.tokens("a", 1, finish=FinishReason.STOP)
     await drained
     await rig.server.close()
-    assert await _read(stream) == [1]
+    assert await read(stream) == [1]
 
 
 async def test_with_nothing_open_draining_is_immediate(rig):
     await rig.server.drain()
-
-
-# Who may talk
-
-
-async def test_another_secret_is_refused_and_reaches_nothing(rig):
-    client = StreamClient(b"another secret")
-    with pytest.raises(ReplicaLostError):
-        await client.open(rig.endpoint, make_request("a"))
-    assert rig.engine.submitted == {}
-    assert not client._connections
-
-
-async def test_a_replica_that_restarted_on_the_same_port_is_not_the_one_we_meant(rig):
-    with pytest.raises(ReplicaLostError):
-        await rig.client.open(replace(rig.endpoint, boot_id="boot-0"), make_request("a"))
-    assert rig.engine.submitted == {}
-
-
-async def test_a_server_that_does_not_know_the_secret_gets_no_prompt():
-    """A port that a dead replica left may be anybody's."""
-    received = bytearray()
-
-    async def impostor(reader, writer):
-        writer.write(wire.encode_frame(wire.Challenge(wire.PROTOCOL_VERSION, bytes(32))))
-        received.extend(await reader.read(1000))
-        writer.write(wire.encode_frame(wire.Welcome("boot-1", bytes(32))))
-        received.extend(await reader.read(1000))
-        writer.close()
-
-    server = await asyncio.start_server(impostor, "127.0.0.1", 0)
-    endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1], "boot-1")
-    with pytest.raises(ReplicaLostError):
-        await StreamClient(SECRET).open(endpoint, make_request("a"))
-    server.close()
-    assert isinstance(wire.hello_decoder.decode(received[4:]), wire.Hello)
-
-
-async def test_nobody_at_the_port_is_a_lost_replica_for_all_who_asked_at_once(rig):
-    await rig.server.close()
-    opened = [rig.client.open(rig.endpoint, make_request(name)) for name in "abc"]
-    outcomes = await asyncio.gather(*opened, return_exceptions=True)
-    assert [type(outcome) for outcome in outcomes] == [ReplicaLostError] * 3
-
-
-async def test_a_port_that_never_answers_is_a_lost_replica_in_time():
-    server = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
-    endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1], "boot-1")
-    with pytest.raises(ReplicaLostError):
-        await StreamClient(SECRET, open_timeout_s=0.02).open(endpoint, make_request("a"))
-    server.close()
-
-
-@pytest.mark.parametrize(
-    "data",
-    [b"GET / HTTP/1.1\r\n\r\n", b"\x00\x00\x00\x01\xc1", wire.encode_frame(wire.Ping()), b"\xff\xff\xff\xff"],
-    ids=["http", "not msgpack", "ping before hello", "huge frame"],
-)
-async def test_a_stranger_that_talks_nonsense_is_cut_off_alone(rig, data):
-    [stream] = await rig.open("a")
-    reader, writer = await asyncio.open_connection(rig.endpoint.host, rig.endpoint.port)
-    writer.write(data)
-    await reader.read()  # the challenge, then the end
-    writer.close()
-    rig.engine.tokens("a", 1, finish=FinishReason.STOP)
-    assert await _read(stream) == [1]
-
-
-@pytest.mark.parametrize("data", [b"\x00\x00\x00\x01\xc1", wire.encode_frame(wire.Submit(1, make_request("x"), None, 8))])
-async def test_a_known_client_that_breaks_the_protocol_loses_its_own_streams_alone(rig, data):
-    [stream] = await rig.open("a")
-    peer = await RawPeer.connect(rig.endpoint, SECRET)
-    await peer.send(wire.Submit(1, make_request("b"), None, 8))
-    await until(lambda: "b" in rig.engine.submitted)
-    await peer.send_bytes(data)
-    assert await peer.is_closed()
-    assert set(rig.engine.aborted) == {"b"}
-    rig.engine.tokens("a", 1, finish=FinishReason.STOP)
-    assert await _read(stream) == [1]
