@@ -122,7 +122,8 @@ async def connect_link(
             await asyncio.get_running_loop().create_connection(lambda: link, endpoint.host, endpoint.port)
             await link.welcomed
     except (OSError, TimeoutError, WireError) as error:
-        _logger.warning("cannot connect to the replica at %s:%d: %r", endpoint.host, endpoint.port, error)
+        reason = repr(error)  # a log record that keeps the error keeps its whole task alive
+        _logger.warning("cannot connect to the replica at %s:%d: %s", endpoint.host, endpoint.port, reason)
         raise ReplicaLostError("the replica cannot be reached") from error
     finally:
         if not link.is_welcome:
