@@ -356,7 +356,7 @@ class StreamServer:
     def orphan(self, slots: list[str]) -> None:
         """Each in a turn of its own, so that none goes unreleased because another failed."""
         loop = asyncio.get_running_loop()
-        for slot in slots:
+        for slot in dict.fromkeys(slots):  # the choices of one request share a slot
             loop.call_soon(self._on_orphaned_slot, slot)
         self.check_drained()
 

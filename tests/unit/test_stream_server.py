@@ -153,13 +153,14 @@ async def test_when_the_client_dies_its_streams_are_aborted_and_its_slots_given_
     """A Serve slot has no expiry: only the replica can give back what a dead ingress had reserved."""
     await rig.open("a", slot="slot-a")
     await rig.open("b", slot="slot-b")
+    await rig.open("b2", slot="slot-b")  # another choice of the same request
     await rig.open("c")
     [done] = await rig.open("done", slot="slot-done")
     rig.engine.tokens("done", 1, finish=FinishReason.STOP)
     assert await read(done) == [1]
     await rig.client.close()
     await until(lambda: len(rig.orphaned) == 3)
-    assert set(rig.engine.aborted) == {"a", "b", "c"}
+    assert set(rig.engine.aborted) == {"a", "b", "b2", "c"}
     assert sorted(rig.orphaned) == ["slot-a", "slot-b", "slot-done"]
 
 
