@@ -44,11 +44,13 @@ class Ingress:
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
         facts = await engine.describe.remote()  # waits until a replica is there
         client = StreamClient(secret)
-        backend = ServeBackend(engine, _own_handle, client, EngineInfo(**facts["info"]), data_path=config.ingress.data_path)
+        self._backend = ServeBackend(
+            engine, _own_handle, client, EngineInfo(**facts["info"]), data_path=config.ingress.data_path
+        )
         probe = ApiKey(name="probe", sha256=hash_api_key(probe_key(secret)))
         keys = (*config.ingress.api_keys, probe) if config.ingress.api_keys else ()
-        preparer = Preparer(config, secret, backend, tokenizer, self._metrics)
-        self._api = Api(config, backend, preparer, self._metrics, Authenticator(keys))
+        preparer = Preparer(config, secret, self._backend, tokenizer, self._metrics)
+        self._api = Api(config, self._backend, preparer, self._metrics, Authenticator(keys))
         self._lag_task = asyncio.ensure_future(self._watch_loop())
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
@@ -64,6 +66,7 @@ class Ingress:
             self._lag_task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._lag_task
+            await self._backend.close()
 
     async def _watch_loop(self) -> None:
         """What blocks this loop delays every stream; how late a timer fires shows it."""

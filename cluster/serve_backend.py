@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -68,8 +69,8 @@ class ServeBackend:
             # Serve's slot, so that the replica can give it back if this process dies; no public name for it in 2.60.
             slot = getattr(selection, "_slot_token", None)
             try:
-                for index, request in enumerate(group):
-                    streams.append(await self._client.open(endpoint, request, slot=slot if index == 0 else None))
+                for request in group:
+                    streams.append(await self._client.open(endpoint, request, slot))
                 yield _dispatched(selection.replica_id, streams, ticket)
             except ReplicaLostError as error:
                 error.replica = error.replica or selection.replica_id
@@ -91,7 +92,7 @@ class ServeBackend:
             for request in group:
                 ticket = Ticket(len(request.prompt_token_ids), request.block_hashes, excluded)
                 tickets.append(ticket)
-                call = self._engine.options(stream=True).generate.remote(ticket, request)
+                call = contextvars.Context().run(self._engine.options(stream=True).generate.remote, ticket, request)
                 streams.append(_ClassicStream(call, ticket))
             first = streams[0]
             await first.start(timeout_s)
@@ -102,6 +103,9 @@ class ServeBackend:
                 ticket.release()
             for stream in streams:
                 stream.abort()
+
+    async def close(self) -> None:
+        await self._client.close()
 
     async def ready(self) -> int:
         """Replicas whose describe() answers now."""
@@ -141,13 +145,22 @@ async def _quietly(work: Coroutine[Any, Any, Any]) -> None:
 
 
 async def _chosen(choice: AbstractAsyncContextManager[Any], ticket: Ticket, timeout_s: float) -> Any:
-    """Serve waits for ever where there is no replica: the deadline is ours."""
+    """Serve waits for ever where there is no replica: the deadline is ours.
+
+    The empty context is for Serve too: handle calls of one HTTP request would share an id, by which its router tells waiting
+    calls apart, and of two at once one is never woken (seen on 2.60 with several prompts in one request).
+    """
+    entering = asyncio.get_running_loop().create_task(_entered(choice), context=contextvars.Context())
     try:
         async with asyncio.timeout(timeout_s):
-            return await choice.__aenter__()
+            return await entering
     except BaseException as error:
         ticket.release()
         raise _as_ours(error) from error
+
+
+async def _entered(choice: AbstractAsyncContextManager[Any]) -> Any:
+    return await choice.__aenter__()
 
 
 def _as_ours(error: BaseException) -> BaseException:

@@ -104,7 +104,7 @@ class ReplicasConfig:
     host: str = option(
         "127.0.0.1",
         "Address on which each replica's token socket and metrics port listen. Anything but loopback needs a cluster of "
-        "several nodes and is protected by the deployment secret.",
+        "several nodes. The deployment secret protects the socket; the metrics port only shows figures, to whoever reaches it.",
     )
     drain_timeout_s: float = option(
         600.0, "Longest time a replica that is being removed may take to finish its streams.", minimum=0
@@ -134,7 +134,9 @@ class RouterConfig:
         1, "A match of fewer blocks than this counts as none, and the request goes where it is served soonest.", minimum=1
     )
     trie_max_bytes: int = option(
-        256 * 2**20, "Memory for the index of cached blocks in each ingress; the oldest entries go first.", minimum=2**16
+        256 * 2**20,
+        "Memory for the index of cached blocks in each ingress; beyond it the fullest replica's newest entries go first.",
+        minimum=2**16,
     )
     lease_s: float = option(
         120.0, "How long a request counts as load on its replica when nothing is heard of it any more.", minimum=1

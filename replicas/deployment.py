@@ -16,7 +16,7 @@ from typing import Any
 
 import ray
 
-from configs.load import from_mapping
+from configs.load import from_part
 from replicas.build import build_engine
 from replicas.contract import Delta, GenerationRequest, StepOutput
 from replicas.measured_engine import MeasuredEngine
@@ -27,10 +27,11 @@ from replicas.stream_server import StreamServer
 
 
 class EngineReplica:
-    """One engine. `settings` is configs.load.to_mapping of the app's config; `secret` is shared with the ingresses."""
+    """One engine. `settings` are the sections of the app's configuration that concern an engine (cluster.app.replica_settings);
+    `secret` is shared with the ingresses."""
 
     async def __init__(self, settings: Mapping[str, Any], secret: bytes) -> None:  # type: ignore[misc]  # Serve awaits it
-        self._config = from_mapping(settings)
+        self._config = from_part(settings)
         self._loop = asyncio.get_running_loop()
         self._boot_id = secrets.token_hex(8)
         replicas_on_node = self._config.replicas.num

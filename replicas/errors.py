@@ -107,9 +107,7 @@ class ReplicaLostError(TrieserveError):
     status = 503
     code = "replica_lost"
 
-    def __init__(
-        self, message: str, *, param: str | None = None, code: str | None = None, replica: str | None = None
-    ) -> None:
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, replica: str | None = None) -> None:
         super().__init__(message, param=param, code=code)
         self.replica = replica
 

@@ -255,7 +255,7 @@ def _kept(logit: _Floats, prob: _Floats, filters: _Filters) -> _Ids:
 
 
 def _largest(values: _Floats, count: int) -> _Ids:
-    """Indices, ascending, of the `count` largest; of equal ones the first. A selection: a sort would be several times slower."""
+    """Indices, ascending, of the `count` largest; of equal ones the first. A selection: a sort would be much slower."""
     if count >= len(values):
         return np.arange(len(values))
     least = np.partition(values, -count)[-count]
