@@ -53,7 +53,7 @@ def packed_linear(weight: Tensor, bias: Tensor | None) -> Linear:
 class RmsNorm:
     """x / sqrt(mean(x**2) + eps) * weight over the last dimension; the weight may have more dimensions, e.g. one row a head.
 
-    CUDA has a fused kernel; on a CPU that function is a chain of ops which takes 8 times this one's time at 512 rows.
+    CUDA has a fused kernel; on a CPU that function is a longer chain of ops: 300 us and more against 165 us at 512 rows of 576.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
@@ -64,9 +64,10 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         if x.is_cuda:
             return functional.rms_norm(x, x.shape[-1:], None, self._eps) * self._weight
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        exact = x.float()
+        norm = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
         scale = torch.addcmul(self._eps_tensor, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-        return (x * scale).to(x.dtype).mul_(self._weight)
+        return (exact * scale).to(x.dtype).mul_(self._weight)
 
 
 class RotaryTable:
