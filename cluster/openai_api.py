@@ -101,13 +101,17 @@ def prompt_token_ids(
     tokenizer: Tokenizer,
     *,
     vocab_size: int,
+    max_model_len: int | None = None,
     add_special_tokens: bool = True,
     add_generation_prompt: bool = True,
 ) -> list[int]:
-    """What the model reads. CPU-heavy for long prompts: not for an event loop. Raises RequestError.
+    """What the model reads. CPU-heavy for long prompts: not for an event loop. Raises RequestError, ContextLengthError.
 
+    With `max_model_len`, megabytes of text that can't possibly fit are refused without being tokenized.
     Special tokens written in a client's text stay text: only token ids and the chat template name special tokens.
     """
+    if max_model_len is not None:
+        _check_length(prompt, max_model_len, tokenizer.max_token_bytes)
     if isinstance(prompt, Conversation):
         ids = tokenizer.render_chat(
             prompt.messages, add_generation_prompt=add_generation_prompt, options=dict(prompt.template_options)
@@ -120,6 +124,16 @@ def prompt_token_ids(
     if not ids:
         raise RequestError("the prompt is empty", param="messages" if isinstance(prompt, Conversation) else "prompt")
     return ids
+
+
+def _check_length(prompt: Prompt, max_model_len: int, max_token_bytes: int) -> None:
+    texts = [message.content for message in prompt.messages] if isinstance(prompt, Conversation) else [prompt]
+    num_characters = sum(len(text) for text in texts if isinstance(text, str))
+    if num_characters > max_model_len * max_token_bytes:
+        raise ContextLengthError(
+            f"the model's context length is {max_model_len} tokens; {num_characters} characters can't fit",
+            param="messages" if isinstance(prompt, Conversation) else "prompt",
+        )
 
 
 def to_sampling(

@@ -20,6 +20,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import islice
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
@@ -129,7 +130,7 @@ class ChatTemplate:
         dangerous = sorted(characters & self._splitter.first_characters)
         if not dangerous:
             return pieces(str)
-        unused = [chr(code) for code in _PRIVATE_USE if chr(code) not in characters][: len(dangerous)]
+        unused = list(islice((chr(code) for code in _PRIVATE_USE if chr(code) not in characters), len(dangerous)))
         if len(unused) < len(dangerous):
             raise RequestError("the messages use every private-use character", param="messages")
         escapes = str.maketrans(dict(zip(dangerous, unused, strict=True)))

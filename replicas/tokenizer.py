@@ -61,6 +61,7 @@ class Tokenizer:
         for special in spec.special_tokens:
             shown[special.token_id] = _bytes_of(special.text)
         self._all_bytes = tuple(shown)
+        self.max_token_bytes = max(map(len, self._all_bytes))
         self._bos_ids = spec.bos_ids
         self._splitter = MarkerSplitter(spec.special_tokens)
         source = chat_template if chat_template is not None else spec.chat_template

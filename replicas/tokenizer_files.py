@@ -15,9 +15,10 @@ from typing import Any
 from replicas.errors import ConfigError
 from replicas.model_source import gguf_header, read_json
 
-# GGUF's token types: 2 unknown, 3 control, 5 unused never stand for text; 1 normal, 4 user-defined, 6 byte do.
-_GGUF_SPECIAL_TYPES = frozenset({2, 3, 5})
-_GGUF_USER_DEFINED = 4
+# GGUF's token types; 5, unused, is padding of the vocabulary.
+_GGUF_NORMAL, _GGUF_UNKNOWN, _GGUF_CONTROL, _GGUF_USER_DEFINED, _GGUF_BYTE = 1, 2, 3, 4, 6
+_GGUF_TEXT_TYPES = frozenset({_GGUF_NORMAL, _GGUF_USER_DEFINED, _GGUF_BYTE})
+_GGUF_SPECIAL_TYPES = frozenset({_GGUF_UNKNOWN, _GGUF_CONTROL})
 _FULL_WIDTH_BAR = "\uff5c"  # DeepSeek's markers
 
 
@@ -95,11 +96,11 @@ def from_gguf(path: Path) -> TokenizerSpec:
         raise ConfigError(f"{path.name}: tokenizer {model}/{pre_name} is not supported; supported are {supported}")
 
     tokens: list[str] = get("tokens", [])
-    types: list[int] = get("token_type", [1] * len(tokens))
+    types: list[int] = get("token_type", [_GGUF_NORMAL] * len(tokens))
     if not tokens or len(types) != len(tokens):
         raise ConfigError(f"{path.name}: {len(tokens)} tokens with {len(types)} types: a broken file")
-    text_tokens = {i: text for i, (text, kind) in enumerate(zip(tokens, types, strict=True)) if kind not in _GGUF_SPECIAL_TYPES}
-    special = tuple(SpecialToken(i, text) for i, text in enumerate(tokens) if i not in text_tokens)
+    text_tokens = {i: tokens[i] for i, kind in enumerate(types) if kind in _GGUF_TEXT_TYPES}
+    special = tuple(SpecialToken(i, tokens[i]) for i, kind in enumerate(types) if kind in _GGUF_SPECIAL_TYPES)
     core = {
         "version": "1.0",
         "added_tokens": [_added_token_json(i, tokens[i]) for i, kind in enumerate(types) if kind == _GGUF_USER_DEFINED],
@@ -132,8 +133,14 @@ def from_directory(path: Path) -> TokenizerSpec:
     model = core.get("model", {})
     if model.get("type") != "BPE" or not _has_byte_level_decoder(core.get("decoder")):
         raise ConfigError(f"{path}: tokenizer.json of type {model.get('type')} is not supported; supported is byte-level BPE")
+    try:
+        return _from_json(core, config, _directory_template(path, config))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path}: tokenizer.json or tokenizer_config.json is incomplete: {error!r}") from error
 
-    vocab: dict[str, int] = model["vocab"]
+
+def _from_json(core: dict[str, Any], config: Mapping[str, Any], chat_template: str | None) -> TokenizerSpec:
+    vocab: dict[str, int] = core["model"]["vocab"]
     added = core.get("added_tokens", [])
     special = tuple(
         SpecialToken(token["id"], token["content"], token["lstrip"], token["rstrip"]) for token in added if _is_special(token)
@@ -152,7 +159,7 @@ def from_directory(path: Path) -> TokenizerSpec:
         special_tokens=special,
         bos_ids=bos_ids,
         template_variables={name: text for name in names if (text := _token_text(config.get(name))) is not None},
-        chat_template=_directory_template(path, config),
+        chat_template=chat_template,
     )
 
 

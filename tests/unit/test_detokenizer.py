@@ -2,7 +2,7 @@
 
 import pytest
 import tiny_tokenizer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.tokenizer import Detokenizer
@@ -38,6 +38,7 @@ def expected_cut(text, stops):
     return text, None, len(text)
 
 
+@settings(deadline=None)
 @given(TOKEN_IDS, st.booleans(), st.data())
 def test_the_pieces_are_the_decoded_text_for_any_tokens(tokenizer, ids, skip_special_tokens, data):
     """cases ST05: also for bytes that are no UTF-8, and ids the tokenizer doesn't know."""
@@ -47,6 +48,7 @@ def test_the_pieces_are_the_decoded_text_for_any_tokens(tokenizer, ids, skip_spe
     assert detokenizer.num_tokens_used == len(ids)
 
 
+@settings(deadline=None)
 @given(
     TEXTS, st.lists(st.text(st.sampled_from("helo wabim<|é😀\n"), min_size=1, max_size=5), min_size=1, max_size=4), st.data()
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tiny_tokenizer
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.openai_api import (
@@ -35,17 +35,17 @@ VALID = {
 }
 
 
-class _Loader(yaml.SafeLoader):
-    """`!repeat [x, n]` is x n times."""
+def _expanded(value):
+    """`{repeat: [x, n]}` in the table is x n times."""
+    if isinstance(value, dict):
+        if value.keys() == {"repeat"}:
+            what, times = value["repeat"]
+            return what * times
+        return {name: _expanded(each) for name, each in value.items()}
+    return [_expanded(each) for each in value] if isinstance(value, list) else value
 
 
-def _repeat(loader, node):
-    what, times = loader.construct_sequence(node, deep=True)
-    return what * times
-
-
-_Loader.add_constructor("!repeat", _repeat)
-_TABLE = yaml.load((Path(__file__).parent / "openai_cases.yaml").read_text(), _Loader)  # noqa: S506 - a SafeLoader
+_TABLE = _expanded(yaml.safe_load((Path(__file__).parent / "openai_cases.yaml").read_text()))
 ROWS = [pytest.param(route, row, id=f"{route}-{row['id']}") for route, rows in _TABLE.items() for row in rows]
 
 
@@ -115,6 +115,7 @@ field_names = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(st.dictionaries(field_names | st.text(max_size=5), json_values, max_size=6), st.sampled_from(["chat", "completion"]))
 def test_any_json_is_answered_or_refused_but_never_crashes(fields, route):
     body = json.dumps({**VALID[route], **fields}).encode()
@@ -122,6 +123,7 @@ def test_any_json_is_answered_or_refused_but_never_crashes(fields, route):
         (parse_chat if route == "chat" else parse_completion)(body, LIMITS)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=40))
 def test_any_bytes_are_refused(body):
     with pytest.raises(RequestError):
@@ -193,6 +195,13 @@ def test_what_does_not_fit_says_the_counts(prompt, max_tokens, counts):
     call = parse_chat(body_of("chat", max_tokens=max_tokens), LIMITS)
     with pytest.raises(ContextLengthError, match=counts):
         to_sampling(call, num_prompt_tokens=prompt, max_model_len=100, vocab_size=50, default_seed=1)
+
+
+def test_text_that_cannot_fit_is_refused_before_it_is_tokenized(tokenizer):
+    call = parse_completion(body_of("completion", prompt="x" * 100_000), LIMITS)
+    with pytest.raises(ContextLengthError, match="100000 characters"):
+        prompt_token_ids(call.prompts[0], tokenizer, vocab_size=VOCAB_SIZE, max_model_len=1000)
+    assert prompt_token_ids("hello", tokenizer, vocab_size=VOCAB_SIZE, max_model_len=1)
 
 
 def test_offending_ids_are_listed():

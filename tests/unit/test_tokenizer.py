@@ -4,7 +4,7 @@ from datetime import datetime
 
 import pytest
 import tiny_tokenizer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.chat_template import ChatMessage, ChatTemplate, MarkerSplitter
@@ -34,6 +34,7 @@ marked_text = st.lists(
 ).map("".join)
 
 
+@settings(deadline=None)
 @given(marked_text)
 def test_text_never_becomes_a_special_token_and_comes_back_unchanged(tokenizer, text):
     """cases SP12"""
@@ -42,6 +43,7 @@ def test_text_never_becomes_a_special_token_and_comes_back_unchanged(tokenizer, 
     assert tokenizer.decode(ids) == text
 
 
+@settings(deadline=None)
 @given(st.lists(marked_text, min_size=1, max_size=3))
 def test_a_conversation_has_the_special_tokens_of_its_template_only(tokenizer, contents):
     """cases SP12"""
@@ -163,3 +165,18 @@ def test_other_kinds_of_tokenizers_are_refused_by_name(tmp_path, part):
     content[part] = {"type": "Unigram"}
     with pytest.raises(ConfigError, match="byte-level BPE"):
         from_directory(tiny_tokenizer.write(tmp_path, content))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content["model"].pop("vocab"),
+        lambda content: content["model"]["merges"].append(["zz", "yy"]),
+        lambda content: content["added_tokens"].append({"id": 5}),
+    ],
+)
+def test_a_damaged_tokenizer_json_is_a_configuration_error(tmp_path, damage):
+    content = tiny_tokenizer.tokenizer_json()
+    damage(content)
+    with pytest.raises(ConfigError):
+        tiny_tokenizer.make(tmp_path, content)
