@@ -151,12 +151,14 @@ def engine_processes(app: ServingApp) -> list[psutil.Process]:
 
 
 async def _start_streams(client: Client, streams: list[Answer], group: asyncio.TaskGroup) -> None:
-    """Until each replica is in the midst of MIN_STREAMS_EACH answers, so that any of them may be killed."""
+    """Until each replica is in the midst of MIN_STREAMS_EACH answers, so that any of them may be killed.
+
+    Not chats: the template's own beginning is a prefix that they share, and the router would bring them together.
+    """
     for prompt in OWN_PROMPTS[:MAX_KILL_STREAMS]:
         answer = Answer()
         streams.append(answer)
-        messages = [{"role": "user", "content": prompt}]
-        group.create_task(client.chat(messages, max_tokens=NUM_KILL_STREAM_TOKENS, answer=answer))
+        group.create_task(client.complete(prompt, max_tokens=NUM_KILL_STREAM_TOKENS, answer=answer))
         while len(answer.event_times_s) < 2:
             if answer.ended_s:
                 answer.require_complete()
