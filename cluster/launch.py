@@ -21,6 +21,7 @@ import ray
 from ray import serve
 from rich.console import Console
 
+from cluster import haproxy
 from cluster.app import build_app, cluster_secret
 from cluster.auth import probe_key
 from configs.load import to_mapping
@@ -94,6 +95,7 @@ def _local_environment(config: AppConfig, scratch: Path) -> None:
         "RAY_SERVE_HAPROXY_SOCKET_PATH": str(scratch / "admin.sock"),
         "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(scratch),
         "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(scratch / "server-state"),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(haproxy.write_wrapper(scratch)),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(_free_port()),
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(_free_port()),
         # Longer than the longest stream: a reload of HAProxy must not cut one (ray #66056).

@@ -117,10 +117,10 @@ class Preparer:
     def _groups(self, kind: Kind, body: bytes, tenant: Tenant) -> tuple[GenerateCall, list[PromptGroup]]:
         call = _PARSERS[kind](body, self._config.ingress.limits)
         require_model(call.model, (self._config.model.served_name,))
-        root = self._root(tenant, call.cache_salt)
+        root, info = self._root(tenant, call.cache_salt), self._backend.info()
         groups = []
         for index, prompt in enumerate(call.prompts):
-            token_ids = prompt_token_ids(prompt, self._tokenizer, vocab_size=self._backend.info().vocab_size)
+            token_ids = prompt_token_ids(prompt, self._tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
             groups.append(PromptGroup(self._sequences(call, tuple(token_ids), root), first_index=index * call.n))
         return call, groups
 
