@@ -1,7 +1,7 @@
 """Ray Serve's HAProxy, with two lines of its configuration corrected on the way to the binary. Ray 2.60 has no dials for them.
 
-- `option splice-*`: with it HAProxy 2.8.25 does not see a client leave whose body came in a later packet than its headers, while
-  it waits for the answer; the engine would go on for nobody. Seen in most of such requests, never without the option.
+- `option splice-*`: with it HAProxy 2.8.25 does not see a client leave whose body came in a later packet than its headers,
+  while it waits for the answer; the engine would go on for nobody. Seen in most of such requests, never without the option.
 - its statistics and metrics listen on all addresses; nothing but the public port should.
 """
 
