@@ -199,9 +199,10 @@ def _matched_tokens(views: Sequence[ReplicaView], prefixes: Prefixes, tuning: Tu
     return [blocks * view.facts.block_size if (blocks := blocks_of(view.replica, 0)) >= least else 0 for view in views]
 
 
-def _assigned_tokens(view: ReplicaView, prefixes: Prefixes) -> int:
-    """What a replica keeps for others, plus what it was given lately: the work that a cold prompt would add to."""
-    return prefixes.held_blocks.get(view.replica, 0) * view.facts.block_size + view.num_recent_tokens
+def _assigned_tokens(view: ReplicaView, prefixes: Prefixes) -> float:
+    """What a replica keeps for others, what it was given lately, and the answers it is at: the work a cold prompt adds to."""
+    held = prefixes.held_blocks.get(view.replica, 0) * view.facts.block_size
+    return held + view.num_recent_tokens + view.num_requests * view.mean_output_tokens
 
 
 def _decision(
