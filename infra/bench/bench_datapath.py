@@ -7,9 +7,15 @@ Two replicas of the fake engine, two ingresses, 32 streams of /v1/completions, e
     (no prefix)     engine -> token socket -> ingress -> HAProxy          ingress.data_path=socket ingress.haproxy=true
     no_haproxy_     engine -> token socket -> ingress -> Serve's proxy    ingress.data_path=socket ingress.haproxy=false
     classic_        engine -> Serve's stream -> ingress -> Serve's proxy  ingress.data_path=classic ingress.haproxy=false
+    per_token_      the same, but a message of Serve's for each token (classic_app.py)
+
+The classic path merges the tokens that wait for Serve, so a burst takes it few messages. `per_token_` is Serve's streaming
+without that, and `classic_` is that as well as long as it keeps up, as it has to for `steady_`.
 
 tokens_per_s               all streams together, the engines as fast as they can: the engines' own CPU time is in it
 burst_ttft_p*_ms           to the first event in these bursts, all streams asked for at once
+burst_cpu_us_per_token     CPU time of all processes of the server in these bursts, engines included
+client_cpu_share           of one CPU, what the client used of it in these bursts
 added_ttft_*_ms            to the first event of a one-token answer, one request at a time, the engine's step taking no time
 steady_cpu_us_per_token    CPU time of all processes of the server, less what they use idle, at 50 tokens/s on each stream
 
@@ -64,6 +70,8 @@ COMMON = (
     f"engine.kv_cache_bytes={4 * 2**30}",
     "replicas.num=2",
     "ingress.num=2",
+    # The same spread over replicas on every path and in every burst.
+    "router.policy=round_robin",
 )
 
 
@@ -75,14 +83,19 @@ class DataPath:
     prefix: str  # of its figures
     overrides: tuple[str, ...]
     num_burst_tokens: int
+    up: tuple[str, ...] = ("-m", "cluster", "up")
 
 
 OURS = DataPath("socket, HAProxy", "", ("ingress.data_path=socket", "ingress.haproxy=true"), 2000)
 NO_HAPROXY = DataPath("socket, no HAProxy", "no_haproxy_", ("ingress.data_path=socket", "ingress.haproxy=false"), 2000)
 CLASSIC = DataPath("classic", "classic_", ("ingress.data_path=classic", "ingress.haproxy=false"), 500)
 
+PER_TOKEN = DataPath(
+    "classic, a message for each token", "per_token_", CLASSIC.overrides, 200, (str(Path(__file__).parent / "classic_app.py"),)
+)
+BURST_PATHS = (OURS, CLASSIC, NO_HAPROXY, PER_TOKEN)
 STEADY_PATHS = (OURS, CLASSIC)
-NUM_STEPS = len((OURS, NO_HAPROXY, CLASSIC)) * 4 + len(STEADY_PATHS) * 3  # of Bench, for the progress bar
+NUM_STEPS = 4 * len(BURST_PATHS) + 3 * len(STEADY_PATHS)  # of Bench, for the progress bar
 
 Figures = dict[str, float]
 Events = list[dict[str, Any]]
@@ -102,12 +115,15 @@ class Bench:
             with self._step(path, "one stream, to compare"):
                 events = self._client.submit(events_of, Load(app.url, MODEL, 1, NUM_COMPARED_TOKENS)).result()
             with self._step(path, f"bursts of {NUM_STREAMS} streams"):
-                streams = Load(app.url, MODEL, NUM_STREAMS, path.num_burst_tokens)
+                streams, meter = Load(app.url, MODEL, NUM_STREAMS, path.num_burst_tokens), CpuMeter(app.pid)
+                cpu_s = meter.read_s()
                 bursts = [self._client.submit(burst, streams).result() for _ in range(NUM_BURSTS)]
+                cpu_s = meter.read_s() - cpu_s
             with self._step(path, f"{NUM_SINGLE_REQUESTS} requests, one by one"):
                 singles = self._client.submit(one_by_one, Load(app.url, MODEL, 1, 1), NUM_SINGLE_REQUESTS).result()
         figures = {
             "tokens_per_s": statistics.median(each.num_tokens / each.wall_s for each in bursts),
+            "burst_cpu_us_per_token": cpu_s / sum(each.num_tokens for each in bursts) * 1e6,
             "client_cpu_share": statistics.median(each.client_cpu_s / each.wall_s for each in bursts),
             "added_ttft_ms": statistics.median(singles) * 1e3,
             **_percentiles_ms("added_ttft", singles),
@@ -136,7 +152,8 @@ class Bench:
     def _app(self, path: DataPath, *, step_s: float) -> Iterator[ServingApp]:
         with ExitStack() as stack:
             with self._step(path, "starting"):
-                app = stack.enter_context(serving_app(*COMMON, f"engine.fake_base_s={step_s}", *path.overrides))
+                overrides = (*COMMON, f"engine.fake_base_s={step_s}", *path.overrides)
+                app = stack.enter_context(serving_app(*overrides, up=path.up))
                 self._client.submit(burst, Load(app.url, MODEL, NUM_STREAMS, NUM_WARM_UP_TOKENS)).result()
             yield app
             self._progress.update(self._task, description=f"{path.name}: stopping")
@@ -169,16 +186,17 @@ def events_per_token(events: Events) -> float:
 
 
 def measure(bench: Bench) -> Figures:
-    figures, events = bench.bursts(OURS)
-    for path in (CLASSIC, NO_HAPROXY):
+    figures, events = bench.bursts(BURST_PATHS[0])
+    for path in BURST_PATHS[1:]:
         its_figures, its_events = bench.bursts(path)
         if its_events != events:
-            raise RuntimeError(f"{path.name} answers {its_events}, {OURS.name} {events}")
+            raise RuntimeError(f"{path.name} answers {its_events}, {BURST_PATHS[0].name} {events}")
         figures |= its_figures
     for path in STEADY_PATHS:
         figures |= bench.steady(path)
     return {
         "speedup_over_classic": figures["tokens_per_s"] / figures["classic_tokens_per_s"],
+        "speedup_over_per_token": figures["tokens_per_s"] / figures["per_token_tokens_per_s"],
         "steady_cpu_ratio": figures["steady_cpu_us_per_token"] / figures["classic_steady_cpu_us_per_token"],
         "events_per_token": events_per_token(events),
         **figures,
