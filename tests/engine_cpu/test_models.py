@@ -5,13 +5,10 @@ from __future__ import annotations
 import pytest
 import tiny_models
 import torch
-import transformers
 from paged_model import PagedModel, load_model
-from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from configs.schema import ModelConfig
 from replicas.engine.models.layers import packed_linear, plain_linear
-from replicas.model_source import resolve
 
 PROMPT = torch.randint(0, tiny_models.VOCAB_SIZE, (77,), generator=torch.Generator().manual_seed(1)).tolist()
 CHUNKINGS = ([77], [1, 15, 17, 44], [33, 44], [16, 16, 16, 16, 13])
@@ -60,19 +57,6 @@ def test_a_model_longer_than_one_attention_tile_still_equals_transformers(tmp_pa
     paged = PagedModel(load_model(tmp_path), 400)
     logits = torch.cat([paged.feed(tokens[:7]), paged.feed(tokens[7:])])
     torch.testing.assert_close(logits, expected, atol=2e-4, rtol=1e-4)
-
-
-@pytest.fixture(scope="module")
-def embedded_reference():
-    """What from_pretrained(gguf_file=...) does, which wants the package accelerate for nothing that matters here."""
-    path = resolve(ModelConfig()).path
-    config = transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    tensors = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
-    missing, unexpected = model.load_state_dict(tensors, strict=False)
-    assert (missing, unexpected) == (["lm_head.weight"], [])
-    model.tie_weights()
-    return model
 
 
 @pytest.mark.parametrize(
