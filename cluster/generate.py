@@ -108,8 +108,9 @@ class Generation:
                         self._run_choice(group.first_index + choice, stream, first if choice == 0 else None)
                         for choice, stream in enumerate(sent.streams)
                     ]
-                    async for pieces in interleave(runs):
-                        yield pieces
+                    async with aclosing(interleave(runs)) as merged:
+                        async for pieces in merged:
+                            yield pieces
                     return
             except ReplicaLostError as error:
                 self._metrics.on_replica_lost()
