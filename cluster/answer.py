@@ -52,11 +52,7 @@ class SseSender:
         self._last_sent = time.monotonic()
         if not self.started:
             self.started = True
-            await self._send(
-                _start(
-                    200, {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", **self._headers()}
-                )
-            )
+            await self._send(_start(200, {**_SSE_HEADERS, **self._headers()}))
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
@@ -67,14 +63,16 @@ class SseSender:
     async def keep_alive(self, period_s: float) -> None:
         """A comment whenever nothing was sent for `period_s`, also before the first token: proxies drop silent streams
         (case ST09)."""
-        while True:
-            await asyncio.sleep(max(0.05, self._last_sent + period_s - time.monotonic()))
-            if time.monotonic() - self._last_sent >= period_s:
+        while not self._ended:
+            left_s = self._last_sent + period_s - time.monotonic()
+            if left_s > 0:
+                await asyncio.sleep(left_s)
+            else:
                 await self.write(KEEP_ALIVE)
 
 
 class GenerationResponse:
-    """An ASGI response. It owns the request's fate: metrics, deadline, and abort when the client goes away."""
+    """An ASGI response that ends at the deadline, and when the client goes away. What became of the request is in `tracked`."""
 
     def __init__(
         self,
@@ -96,23 +94,20 @@ class GenerationResponse:
         self._keep_alive_s = keep_alive_s
         self._writer = writer
         self._collect = collect
-        self.status = 200
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with self._tracked as tracked:
-            work = asyncio.ensure_future(self._stream(send, self._writer) if self._writer else self._whole(send))
-            gone = asyncio.ensure_future(_disconnected(receive))
-            try:
-                await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-                if work.done():
-                    work.result()
-                else:
-                    tracked.outcome = Outcome.CANCELLED
-                    self.status = 499
-            finally:
-                for task in (work, gone):
-                    task.cancel()
-                await asyncio.gather(work, gone, return_exceptions=True)
+        work = asyncio.ensure_future(self._stream(send, self._writer) if self._writer else self._whole(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+            else:
+                self._tracked.outcome = Outcome.CANCELLED
+        finally:
+            for task in (work, gone):
+                task.cancel()
+            await asyncio.gather(work, gone, return_exceptions=True)
 
     async def _whole(self, send: Send) -> None:
         pieces: list[Piece] = []
@@ -131,18 +126,19 @@ class GenerationResponse:
         sender = SseSender(send, self._headers)
         keep_alive = asyncio.ensure_future(sender.keep_alive(self._keep_alive_s))
         try:
-            async with asyncio.timeout(self._timeout_s), aclosing(self._generation.pieces()) as run:
-                await self._write_pieces(run, sender, writer)
-            await sender.write(writer.end(self._generation.usage) + DONE)
+            try:
+                async with asyncio.timeout(self._timeout_s), aclosing(self._generation.pieces()) as run:
+                    await self._write_pieces(run, sender, writer)
+            finally:
+                keep_alive.cancel()  # or its headers could get in the way of an error's
+            await self._write(sender, writer.end(self._generation.usage) + DONE)
         except Exception as error:
             ours = _as_ours(error)
             if not sender.started:
                 await self._send_error(send, ours)
                 return
             self._tracked.outcome = outcome_of(ours)
-            await sender.write(writer.error(ours) + DONE)
-        finally:
-            keep_alive.cancel()
+            await self._write(sender, writer.error(ours) + DONE)
         await sender.end()
 
     async def _write_pieces(self, run: AsyncGenerator[Pieces], sender: SseSender, writer: ChunkWriter) -> None:
@@ -155,12 +151,14 @@ class GenerationResponse:
             if index is not None and index not in begun:
                 begun.add(index)
                 events.insert(0, writer.start(index))
-            self._metrics.on_stream_events(len(events))
-            await sender.write(b"".join(events))
+            await self._write(sender, b"".join(events))
+
+    async def _write(self, sender: SseSender, events: bytes) -> None:
+        self._metrics.on_stream_events(events.count(b"\n\n"))  # which JSON has nowhere inside
+        await sender.write(events)
 
     async def _send_error(self, send: Send, error: TrieserveError) -> None:
         self._tracked.outcome = outcome_of(error)
-        self.status = error.status
         await send_json(send, error.status, error_body(error), {**error_headers(error), **self._headers()})
 
 

@@ -9,8 +9,9 @@ import asyncio
 import importlib.metadata
 import logging
 import time
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -22,9 +23,10 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.answer import GenerationResponse
-from cluster.auth import Authenticator, Tenant
-from cluster.backend import Backend
-from cluster.metrics import IngressMetrics, merge, outcome_of
+from cluster.auth import Authenticator
+from cluster.backend import Backend, Dispatched
+from cluster.generate import Generation
+from cluster.metrics import IngressMetrics, Outcome, merge
 from cluster.openai_api import Kind
 from cluster.openai_errors import error_body, error_headers
 from cluster.prepare import Preparer
@@ -34,6 +36,7 @@ from replicas.errors import EngineError, NotFoundError, PayloadTooLarge, Request
 logger = logging.getLogger(__name__)
 
 _BODY_TIMEOUT_S = 30.0
+_MAX_FIELDS_LOGGED = 100
 
 Handler = Callable[["Api", Request], Awaitable[ASGIApp]]
 
@@ -63,39 +66,45 @@ class Api:
         self.metrics = metrics
         self.auth = auth
         self._created = int(time.time())
+        self._fields_logged: set[str] = set()
 
-    async def chat(self, request: Request) -> ASGIApp:
-        return await self._generate(request, Kind.CHAT)
+    async def chat(self, _request: Request) -> ASGIApp:
+        return partial(self._generate, Kind.CHAT)
 
-    async def completions(self, request: Request) -> ASGIApp:
-        return await self._generate(request, Kind.COMPLETION)
+    async def completions(self, _request: Request) -> ASGIApp:
+        return partial(self._generate, Kind.COMPLETION)
 
-    async def _generate(self, request: Request, kind: Kind) -> GenerationResponse:
-        tracked = self.metrics.track(request.scope["route_template"])
-        try:
-            body = await read_body(request, self.config.ingress.limits.max_body_bytes)
-            tenant: Tenant = request.scope["tenant"]
-            prepared = await self.preparer.generation(kind, body, tenant)
-        except BaseException as error:
-            with tracked:
-                tracked.outcome = outcome_of(error)
-            raise
-        for name in prepared.unknown_fields:
+    async def _generate(self, kind: Kind, scope: Scope, receive: Receive, send: Send) -> None:
+        with self.metrics.track(scope["route_template"]) as tracked:
+            try:
+                body = await read_body(Request(scope, receive), self.config.ingress.limits.max_body_bytes)
+            except ClientDisconnect:
+                tracked.outcome = Outcome.CANCELLED
+                return
+            prepared = await self.preparer.generation(kind, body, scope["tenant"])
+            tracked.model = prepared.model
+            self._note_unknown_fields(prepared.unknown_fields)
+            respond = GenerationResponse(
+                prepared.generation,
+                tracked,
+                self.metrics,
+                headers=lambda: self._answer_headers(prepared.generation),
+                timeout_s=self.config.ingress.limits.request_timeout_s,
+                keep_alive_s=self.config.ingress.keep_alive_s,
+                writer=prepared.writer,
+                collect=prepared.collect,
+            )
+            await respond(scope, receive, send)
+
+    def _note_unknown_fields(self, names: Iterable[str]) -> None:
+        """Counted each time, logged once (case RQ07); the names are the client's, so there is an end to those kept."""
+        for name in names:
             self.metrics.on_unknown_field(name)
-        tracked.model = prepared.model
-        ingress = self.config.ingress
-        return GenerationResponse(
-            prepared.generation,
-            tracked,
-            self.metrics,
-            headers=lambda: self._answer_headers(prepared.generation),
-            timeout_s=ingress.limits.request_timeout_s,
-            keep_alive_s=ingress.keep_alive_s,
-            writer=prepared.writer,
-            collect=prepared.collect,
-        )
+            if name not in self._fields_logged and len(self._fields_logged) < _MAX_FIELDS_LOGGED:
+                self._fields_logged.add(name)
+                logger.warning("requests have a field that means nothing here and is ignored: %s", name)
 
-    def _answer_headers(self, generation: Any) -> dict[str, str]:
+    def _answer_headers(self, generation: Generation) -> dict[str, str]:
         sent = generation.dispatched
         return routing_headers(sent) if self.config.ingress.expose_routing and sent is not None else {}
 
@@ -221,7 +230,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
-def routing_headers(sent: Any) -> dict[str, str]:
+def routing_headers(sent: Dispatched) -> dict[str, str]:
     """Why this replica: for people who asked for it with ingress.expose_routing."""
     headers = {"x-trieserve-replica": sent.replica}
     decision = sent.decision
