@@ -89,7 +89,6 @@ class DataPath:
 OURS = DataPath("socket, HAProxy", "", ("ingress.data_path=socket", "ingress.haproxy=true"), 2000)
 NO_HAPROXY = DataPath("socket, no HAProxy", "no_haproxy_", ("ingress.data_path=socket", "ingress.haproxy=false"), 2000)
 CLASSIC = DataPath("classic", "classic_", ("ingress.data_path=classic", "ingress.haproxy=false"), 500)
-
 PER_TOKEN = DataPath(
     "classic, a message for each token", "per_token_", CLASSIC.overrides, 200, (str(Path(__file__).parent / "classic_app.py"),)
 )

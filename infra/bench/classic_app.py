@@ -33,5 +33,5 @@ class TokenByToken(EngineReplica):
 
 
 if __name__ == "__main__":
-    cluster.app.EngineReplica = TokenByToken  # type: ignore[misc]
+    cluster.app.EngineReplica = TokenByToken  # type: ignore[attr-defined]
     sys.exit(main(["up", *sys.argv[1:]]))
