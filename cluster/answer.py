@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from typing import Any
@@ -44,12 +43,13 @@ class SseSender:
         self._headers = headers
         self.started = False
         self._ended = False
-        self._last_sent = time.monotonic()
+        self._loop = asyncio.get_running_loop()
+        self._last_sent = self._loop.time()
 
     async def write(self, data: bytes) -> None:
         if self._ended or not data:
             return
-        self._last_sent = time.monotonic()
+        self._last_sent = self._loop.time()
         if not self.started:
             self.started = True
             await self._send(_start(200, {**_SSE_HEADERS, **self._headers()}))
@@ -64,7 +64,7 @@ class SseSender:
         """A comment whenever nothing was sent for `period_s`, also before the first token: proxies drop silent streams
         (case ST09)."""
         while not self._ended:
-            left_s = self._last_sent + period_s - time.monotonic()
+            left_s = self._last_sent + period_s - self._loop.time()
             if left_s > 0:
                 await asyncio.sleep(left_s)
             else:

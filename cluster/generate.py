@@ -7,7 +7,6 @@ is why stop strings end here, and why a stream could go on at another replica: a
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -76,7 +75,8 @@ class Generation:
         self._backend = backend
         self._metrics = metrics
         self._make_detokenizer = make_detokenizer
-        self._deadline = time.monotonic() + timeout_s
+        self._loop = asyncio.get_running_loop()
+        self._deadline = self._loop.time() + timeout_s
         self._num_tokens: dict[int, int] = {}
         self._num_cached: dict[int, int] = {}
         self.dispatched: Dispatched | None = None
@@ -94,7 +94,7 @@ class Generation:
         return interleave([self._run_group(group) for group in self._groups])
 
     def _left_s(self) -> float:
-        return max(0.0, self._deadline - time.monotonic())
+        return max(0.0, self._deadline - self._loop.time())
 
     async def _run_group(self, group: PromptGroup) -> AsyncGenerator[Pieces]:
         """Until a first delta came nothing was sent to the client, so a lost replica costs it nothing but time."""
