@@ -26,12 +26,12 @@ _MAX_MODEL_LEN = 2048
 
 
 async def single_stream_tokens_per_s(vllm_python: Path, progress: Progress) -> float:
-    """Of `vllm serve`, run by the interpreter of an environment that has vLLM, in the number format that our engine chooses."""
+    """Of vLLM's API server, run by the interpreter of an environment that has vLLM, in the number format that our engine chooses."""
     dtype = str(choose_dtype(load(CONFIG).model.dtype, torch.device("cpu"))).removeprefix("torch.")
     with tempfile.TemporaryDirectory(prefix="trieserve-peer-") as folder:
         _export(Path(folder), getattr(torch, dtype))
         url = f"http://127.0.0.1:{free_port()}"
-        command = [str(vllm_python), "-m", "vllm.entrypoints.cli.main", "serve", folder]
+        command = [str(vllm_python), "-m", "vllm.entrypoints.openai.api_server", "--model", folder]
         command += ["--served-model-name", _SERVED_NAME, "--dtype", dtype, "--enforce-eager"]
         command += ["--max-model-len", str(_MAX_MODEL_LEN), "--host", "127.0.0.1", "--port", url.rsplit(":", 1)[1]]
         environment = {
