@@ -17,7 +17,9 @@ _WRAPPER = """#!/bin/sh
 previous=
 for argument in "$@"; do
   if [ "$previous" = -f ]; then
-    sed -i -e '/^ *option splice-/d' -e 's/^\\( *bind \\)\\*\\{{0,1\\}}:/\\1127.0.0.1:/' "$argument"
+    sed -i -e '/^ *option splice-/d' \\
+      -e '/^frontend prometheus/,/^ *bind/s/bind :/bind 127.0.0.1:/' \\
+      -e '/^listen stats/,/^ *bind/s/bind \\*:/bind 127.0.0.1:/' "$argument"
   fi
   previous=$argument
 done
