@@ -39,7 +39,9 @@ def _native(config: AppConfig, replicas_on_node: int) -> Engine:
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
         max_num_seqs=config.engine.max_num_seqs,
     )
-    return NativeEngine.from_runner(config, runner, info)
+    engine = NativeEngine.from_runner(config, runner, info)
+    engine.warm_up()
+    return engine
 
 
 def _fake(config: AppConfig, _: int) -> Engine:

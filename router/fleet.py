@@ -339,7 +339,8 @@ class Fleet:
 
 
 def _is_usable(law: StepTimeCoefficients) -> bool:
-    return math.isfinite(law.base_s + law.per_token_s + law.per_context_s + law.per_sequence_s)
+    """A replica that has not made a step yet tells its prior, which would look better than what others measured."""
+    return law.num_samples > 0 and math.isfinite(law.base_s + law.per_token_s + law.per_context_s + law.per_sequence_s)
 
 
 def _common_length(one: Sequence[BlockHash], other: Sequence[BlockHash], low: int) -> int:

@@ -38,7 +38,7 @@ NUM_LEASES_EACH = 4
 NUM_ROUNDS = 20
 ROOT = chain_root(b"bench")
 FACTS = ReplicaFacts(max_num_batched_tokens=2048, max_num_seqs=64)
-STEP_TIME = StepTimeCoefficients(base_s=0.008, per_token_s=0.00002, per_context_s=1e-8, per_sequence_s=0.0001)
+STEP_TIME = StepTimeCoefficients(base_s=0.008, per_token_s=0.00002, per_context_s=1e-8, per_sequence_s=0.0001, num_samples=9)
 NAMES = [f"replica{i:02}" for i in range(NUM_REPLICAS)]
 
 

@@ -32,6 +32,7 @@ from replicas.contract import (
 from replicas.engine.scheduler import Scheduler, SchedulerConfig
 from replicas.engine.step import ChunkResult, StepPlan, StepResult
 from replicas.engine.validate import validate
+from replicas.engine.warm_up import NUM_ROUNDS, warm_up_plans
 from replicas.errors import EngineError, OverloadedError, RequestError
 from replicas.step_time import StepTimeModel, prefill_seconds
 
@@ -109,6 +110,14 @@ class NativeEngine:
     @property
     def info(self) -> EngineInfo:
         return self._info
+
+    def warm_up(self) -> None:
+        """Compute a few steps for nobody (see warm_up.py), a second or so. Before `start`."""
+        for plan in warm_up_plans(self._info):
+            self._runner.run(plan)  # the first of its kind says nothing about those that follow
+            for _ in range(NUM_ROUNDS):
+                self._run(plan)
+        self._stats = self._snapshot()
 
     def start(self, sink: StepSink) -> None:
         self._sink = sink

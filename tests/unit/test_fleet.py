@@ -9,7 +9,7 @@ from replicas.step_time import PRIOR
 from router.fleet import DEFAULT_FACTS, HALF_LIFE_S, LINGER_S, TRANSIT_S, Fleet, Lease, ReplicaFacts, ReplicaView
 
 FACTS = ReplicaFacts(max_num_batched_tokens=512, max_num_seqs=8)
-LAW = StepTimeCoefficients(base_s=0.01, per_token_s=0.001, per_context_s=0.0, per_sequence_s=0.0)
+LAW = StepTimeCoefficients(base_s=0.01, per_token_s=0.001, per_context_s=0.0, per_sequence_s=0.0, num_samples=9)
 
 
 def chain(name: str, length: int) -> tuple[bytes, ...]:
@@ -252,3 +252,12 @@ def test_load_is_never_negative_and_nothing_is_left_when_all_is_over(acts: list[
     assert [found.num_requests for found in fleet.views(["a", "b"], now)] == [0, 0]
     fleet.views([], now + LINGER_S)
     assert (fleet.num_leases, fleet._by_first_block, len(fleet._lingering)) == (0, {}, 0)
+
+
+def test_a_replica_that_has_measured_nothing_yet_does_not_look_better_than_it_is() -> None:
+    fleet = Fleet(stale_after_s=5.0, lease_s=60.0)
+    for name in ("measured", "new"):
+        fleet.join(name, ReplicaFacts(512, 64))
+    fleet.report("measured", EngineStats(step_time=LAW), 1.0)
+    fleet.report("new", EngineStats(step_time=StepTimeCoefficients(1e-6, 1e-9, 0.0, 0.0, num_samples=0)), 1.0)
+    assert [view.step_time for view in fleet.views(["measured", "new"], 1.0)] == [LAW, LAW]

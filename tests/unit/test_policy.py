@@ -24,7 +24,7 @@ from router.policy import (
 
 FACTS = ReplicaFacts(max_num_batched_tokens=512, max_num_seqs=8)
 # A step of n tokens takes n milliseconds, so that a time to first token in ms is the tokens before and in the prompt.
-LAW = StepTimeCoefficients(base_s=0.0, per_token_s=0.001, per_context_s=0.0, per_sequence_s=0.0)
+LAW = StepTimeCoefficients(base_s=0.0, per_token_s=0.001, per_context_s=0.0, per_sequence_s=0.0, num_samples=9)
 NUM_BLOCKS = 40
 ASKED = Question(NUM_BLOCKS * 16, tuple(bytes([i]) * 32 for i in range(NUM_BLOCKS)))
 TUNING = Tuning(margin=0.25, margin_s=0.05)

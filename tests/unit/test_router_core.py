@@ -20,8 +20,8 @@ from router.policy import Question, Reason
 
 BLOCK = 16
 FACTS = ReplicaFacts(max_num_batched_tokens=512, max_num_seqs=64)
-CPU = StepTimeCoefficients(base_s=0.005, per_token_s=0.0002, per_context_s=1e-8, per_sequence_s=0.0001)
-GPU = StepTimeCoefficients(base_s=0.008, per_token_s=0.00002, per_context_s=1e-9, per_sequence_s=0.0001)
+CPU = StepTimeCoefficients(base_s=0.005, per_token_s=0.0002, per_context_s=1e-8, per_sequence_s=0.0001, num_samples=9)
+GPU = StepTimeCoefficients(base_s=0.008, per_token_s=0.00002, per_context_s=1e-9, per_sequence_s=0.0001, num_samples=9)
 NUM_OUTPUT_TOKENS = 32
 
 
