@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import tempfile
 from pathlib import Path
@@ -51,6 +52,13 @@ def fake_engine(num_answer_tokens: int | None = None) -> FakeEngine:
     return FakeEngine(runner, info, StepTimeModel())
 
 
+def pass_time(seconds: float) -> None:
+    """Move the running loop's clock on: timers that are due by then fire next, and nobody has to wait for them."""
+    loop = asyncio.get_running_loop()
+    now = loop.time
+    loop.time = lambda: now() + seconds
+
+
 def bearer(name: str) -> dict[str, str]:
     return {"authorization": f"Bearer {KEYS[name]}"}
 
@@ -61,7 +69,8 @@ class Edge:
     def __init__(self, *engines: ScriptedEngine | FakeEngine, **ingress: Any) -> None:
         config = AppConfig(model=ModelConfig(served_name=MODEL), ingress=IngressConfig(**ingress))
         self.fleet = LocalFleet(*engines)
-        self.metrics = IngressMetrics("i0", model_names=(MODEL,))
+        loop = asyncio.get_running_loop()
+        self.metrics = IngressMetrics("i0", model_names=(MODEL,), clock=lambda: loop.time())
         preparer = Preparer(config, SECRET, self.fleet, tokenizer(), self.metrics)
         self.app = make_app(Api(config, self.fleet, preparer, self.metrics, Authenticator(config.ingress.api_keys)))
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)

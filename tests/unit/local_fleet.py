@@ -25,15 +25,19 @@ class LocalReplica:
         self.name = name
         self.engine = engine
         self.hub = StreamHub(engine, ManualClock())
-        self.is_lost = False
+        self.loss: Exception | None = None
         self.streams: set[LocalStream] = set()
         self._is_stepping = False
         if isinstance(engine, ScriptedEngine):
             engine.start(self.hub.publish)
 
-    def kill(self) -> None:
-        """From now on every stream raises ReplicaLostError, once what had arrived is taken."""
-        self.is_lost = True
+    @property
+    def is_lost(self) -> bool:
+        return self.loss is not None
+
+    def kill(self, loss: Exception | None = None) -> None:
+        """From now on every stream raises `loss`, or ReplicaLostError, once what had arrived is taken."""
+        self.loss = loss or ReplicaLostError("the replica was lost", replica=self.name)
         for stream in self.streams:
             stream.wake()
 
@@ -66,8 +70,8 @@ class LocalStream:
 
     async def next(self) -> Delta:
         while not self._waiting:
-            if self._replica.is_lost:
-                raise ReplicaLostError("the replica was lost", replica=self._replica.name)
+            if self._replica.loss is not None:
+                raise self._replica.loss
             self._news.clear()
             await self._news.wait()
         return self._waiting.take()
@@ -92,7 +96,8 @@ class LocalFleet:
     """cluster.backend.Backend. A group goes to the first replica that isn't excluded, in the order of `order` where it says.
 
     `order` is used up by one name for each dispatch. `decision` is what the router is said to have decided.
-    `dispatches` records (replica, excluded); `num_held` are the slots held now; `failure` is raised instead of dispatching.
+    `dispatches` and `timeouts_s` record what was asked; `num_held` are the slots held now; `failure` is raised instead of
+    dispatching.
     """
 
     def __init__(self, *engines: ScriptedEngine | FakeEngine) -> None:
@@ -100,7 +105,8 @@ class LocalFleet:
         self.order: deque[str] = deque()
         self.decision: Decision | None = None
         self.failure: Exception | None = None
-        self.dispatches: list[tuple[str, frozenset[str]]] = []
+        self.dispatches: list[tuple[str, set[str]]] = []  # replica, excluded
+        self.timeouts_s: list[float] = []
         self.num_first_tokens = 0
         self.num_held = 0
 
@@ -111,10 +117,13 @@ class LocalFleet:
         if self.failure is not None:
             raise self.failure
         replica = self._choose(excluded)
-        self.dispatches.append((replica.name, excluded))
+        self.dispatches.append((replica.name, set(excluded)))
+        self.timeouts_s.append(timeout_s)
         self.num_held += 1
         streams: list[LocalStream] = []
         try:
+            if replica.loss is not None:
+                raise replica.loss
             for request in group:
                 streams.append(LocalStream(replica, request))
             yield Dispatched(replica.name, tuple(streams), self._on_first_token, self.decision, 0.001)

@@ -9,7 +9,8 @@ import logging
 import httpx
 import pytest
 from asgi_call import AsgiCall
-from local_edge import API_KEYS, CHAT, COMPLETIONS, HELLO, MODEL, Edge, bearer, fake_engine, ids, tokenizer
+from local_edge import API_KEYS, CHAT, COMPLETIONS, HELLO, MODEL, Edge, bearer, fake_engine, ids, pass_time, tokenizer
+from local_fleet import submitted
 from scripted_engine import ScriptedEngine
 
 from cluster.http_app import ROUTES
@@ -127,8 +128,7 @@ async def test_tokens_of_a_conversation_are_those_that_the_engine_gets():
         assert answer["token_strs"] is None
         assert tokenizer().decode(answer["tokens"], skip_special_tokens=False).endswith("<|im_start|>assistant\n")
         async with edge.chat_call():
-            while not engine.submitted:
-                await asyncio.sleep(0)
+            await submitted(engine)
         (request,) = engine.submitted.values()
         assert list(request.prompt_token_ids) == answer["tokens"]
 
@@ -167,12 +167,12 @@ async def test_a_body_over_the_limit_is_413_before_it_is_whole(path):
 
 
 @pytest.mark.parametrize("path", POSTS)
-async def test_a_body_that_does_not_come_is_408(path, monkeypatch):
+async def test_a_body_that_does_not_come_is_408(path):
     """cases RQ05"""
-    monkeypatch.setattr("cluster.http_app._BODY_TIMEOUT_S", 0.001)
 
     async def nothing():
         yield b"{"
+        asyncio.get_running_loop().call_soon(pass_time, 31)
         await asyncio.Event().wait()
 
     async with Edge(ScriptedEngine()) as edge:
