@@ -6,7 +6,7 @@ Two replicas of the fake engine, two ingresses, 32 streams of /v1/completions, e
 
     (no prefix)     engine -> token socket -> ingress -> HAProxy          ingress.data_path=socket ingress.haproxy=true
     no_haproxy_     engine -> token socket -> ingress -> Serve's proxy    ingress.data_path=socket ingress.haproxy=false
-    classic_        engine -> Serve's stream -> ingress -> Serve's proxy, a message for each token, as Serve's streaming calls are
+    classic_        engine -> Serve's stream -> ingress -> Serve's proxy, a message for each token, as Serve's calls are
                     commonly used (classic_app.py): the baseline of speedup_over_classic and steady_cpu_ratio
     merged_         the same with our fallback's own cure: the tokens that wait for Serve are merged into one message
                     (ingress.data_path=classic ingress.haproxy=false); speedup_over_merged_classic
