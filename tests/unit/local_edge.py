@@ -59,8 +59,8 @@ def pass_time(seconds: float) -> None:
     loop.time = lambda: now() + seconds
 
 
-def bearer(name: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {KEYS[name]}"}
+def bearer(name: str | None) -> dict[str, str]:
+    return {} if name is None else {"authorization": f"Bearer {KEYS[name]}"}
 
 
 class Edge:
@@ -71,8 +71,8 @@ class Edge:
         self.fleet = LocalFleet(*engines)
         loop = asyncio.get_running_loop()
         self.metrics = IngressMetrics("i0", model_names=(MODEL,), clock=lambda: loop.time())
-        preparer = Preparer(config, SECRET, self.fleet, tokenizer(), self.metrics)
-        self.app = make_app(Api(config, self.fleet, preparer, self.metrics, Authenticator(config.ingress.api_keys)))
+        self.preparer = Preparer(config, SECRET, self.fleet, tokenizer(), self.metrics)
+        self.app = make_app(Api(config, self.fleet, self.preparer, self.metrics, Authenticator(config.ingress.api_keys)))
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://edge")
 
@@ -105,17 +105,17 @@ class Edge:
     async def send(self, method: str, path: str) -> httpx.Response:
         return await self._client.request(method, path)
 
-    async def chat(self, **fields: Any) -> httpx.Response:
-        return await self.post(CHAT, {"model": MODEL, "messages": HELLO, **fields})
+    async def chat(self, *, who: str | None = None, **fields: Any) -> httpx.Response:
+        return await self.post(CHAT, {"model": MODEL, "messages": HELLO, **fields}, **bearer(who))
 
-    async def complete(self, **fields: Any) -> httpx.Response:
-        return await self.post(COMPLETIONS, {"model": MODEL, "prompt": "hello", **fields})
+    async def complete(self, *, who: str | None = None, **fields: Any) -> httpx.Response:
+        return await self.post(COMPLETIONS, {"model": MODEL, "prompt": "hello", **fields}, **bearer(who))
 
-    def chat_call(self, **fields: Any) -> AsgiCall:
-        return AsgiCall(self.app, "POST", CHAT, {"model": MODEL, "messages": HELLO, **fields})
+    def chat_call(self, *, who: str | None = None, **fields: Any) -> AsgiCall:
+        return AsgiCall(self.app, "POST", CHAT, {"model": MODEL, "messages": HELLO, **fields}, headers=bearer(who))
 
-    def complete_call(self, **fields: Any) -> AsgiCall:
-        return AsgiCall(self.app, "POST", COMPLETIONS, {"model": MODEL, "prompt": "hello", **fields})
+    def complete_call(self, *, who: str | None = None, **fields: Any) -> AsgiCall:
+        return AsgiCall(self.app, "POST", COMPLETIONS, {"model": MODEL, "prompt": "hello", **fields}, headers=bearer(who))
 
     def count(self, name: str, **labels: str) -> float:
         """The sum over the series of `trieserve:name` that have these labels."""
