@@ -26,7 +26,7 @@ _MAX_MODEL_LEN = 2048
 
 
 async def single_stream_tokens_per_s(vllm_python: Path, progress: Progress) -> float:
-    """Of vLLM's API server, run by the interpreter of an environment that has vLLM, in the number format that our engine chooses."""
+    """Of vLLM's API server, run by the interpreter of an environment that has it, in the number format our engine chooses."""
     dtype = str(choose_dtype(load(CONFIG).model.dtype, torch.device("cpu"))).removeprefix("torch.")
     with tempfile.TemporaryDirectory(prefix="trieserve-peer-") as folder:
         _export(Path(folder), getattr(torch, dtype))
