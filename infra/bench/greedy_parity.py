@@ -69,12 +69,16 @@ def measure(prompts: Sequence[str], progress: Progress) -> dict[str, Any]:
     ):
         theirs_fp32.append(reference.token_ids)
         parted = first_difference(fp32.token_ids, reference.token_ids)
-        num_equal += parted is None or reference.gap(parted) < EQUAL_GAP
+        if parted is None or reference.gap(parted) < EQUAL_GAP:
+            num_equal += 1
+        else:
+            gap = reference.gap(parted)
+            progress.console.log(f"fp32 parts from transformers after {len(ids)} + {parted} tokens, gap {gap:.5f}")
         error = max(error, logprob_error(fp32, reference, parted))
         parted = first_difference(bf16.token_ids, reference.token_ids)
         if parted is not None:
             gaps_bf16.append(reference.gap(parted))
-            progress.console.log(f"bf16 parts from fp32 after {len(ids)} + {parted} tokens, fp32 gap {gaps_bf16[-1]:.4f}")
+            progress.console.log(f"bf16 parts after {len(ids)} + {parted} tokens, fp32 gap {gaps_bf16[-1]:.4f}")
     theirs_bf16 = [reference.token_ids for reference in reference_answers("bf16", prompt_ids, progress)]
     return {
         "greedy_prompts": len(prompts),
