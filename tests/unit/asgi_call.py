@@ -34,6 +34,8 @@ class AsgiCall:
         }
         self._chunks: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._has_left = asyncio.Event()
+        self._reads = asyncio.Event()
+        self._reads.set()
 
     async def __aenter__(self) -> AsgiCall:
         self._task = asyncio.ensure_future(self._app(self._scope, self._receive, self._send))
@@ -45,6 +47,10 @@ class AsgiCall:
 
     def disconnect(self) -> None:
         self._has_left.set()
+
+    def stop_reading(self) -> None:
+        """The application's next send waits, as it does when a client's connection is full."""
+        self._reads.clear()
 
     async def ended(self) -> None:
         """The application has returned."""
@@ -71,6 +77,7 @@ class AsgiCall:
         return {"type": "http.request", "body": body, "more_body": False}
 
     async def _send(self, message: dict[str, Any]) -> None:
+        await self._reads.wait()
         if message["type"] == "http.response.start":
             assert self.status is None, "the headers were sent twice"
             self.status = message["status"]

@@ -90,6 +90,7 @@ class Edge:
         assert self.count("requests_in_flight") == 0
         assert self.fleet.num_held == 0
         assert all(not each.streams and each.hub.num_streams == 0 for each in self.fleet.replicas.values())
+        assert asyncio.all_tasks() == {asyncio.current_task()}
 
     def check_requests_add_up(self) -> None:
         assert self.count("requests_received_total") == self.count("requests_total") + self.count("requests_in_flight")

@@ -185,6 +185,21 @@ async def test_a_client_that_leaves_ends_its_sequences(stream, after_first_token
         assert edge.count("http_requests_total", route=CHAT, status=status) == 1
 
 
+async def test_a_client_that_stopped_reading_and_leaves_ends_its_sequences():
+    """cases ST01"""
+    async with Edge(engine := ScriptedEngine()) as edge, edge.chat_call(stream=True, n=2) as call:
+        names = await submitted(engine, 2)
+        call.stop_reading()
+        for name in names:
+            engine.tokens(name, *ids("hello"))
+        await until(lambda: edge.count("stream_events_total"))
+        call.disconnect()
+        await call.ended()
+        edge.check_nothing_is_left()
+        assert engine.aborted == dict.fromkeys(names, FinishReason.ABORT)
+        assert edge.count("requests_total", outcome="cancelled") == 1
+
+
 @BOTH_MODES
 async def test_a_client_that_leaves_after_the_answer_got_it(stream):
     async with Edge(engine := ScriptedEngine()) as edge, edge.chat_call(stream=stream) as call:

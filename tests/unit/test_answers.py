@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from asgi_call import events
-from local_edge import Edge, fake_engine, ids
+from local_edge import Edge, fake_engine, ids, tokenizer
 from local_fleet import submitted
 from scripted_engine import ScriptedEngine, until
 
@@ -258,6 +258,19 @@ async def test_what_was_held_back_comes_out_when_the_engine_ends(stream):
         engine.tokens(name, *ids("hello"), *ids("lo"), finish=FinishReason.LENGTH)
         answer = read(await task)
         assert (answer.texts, answer.finish_reasons) == ({0: "hellolo"}, {0: "length"})
+
+
+@BOTH_MODES
+@pytest.mark.parametrize(("stop", "text", "finish_reason"), [(None, "he\ufffd", "length"), ("e\ufffd", "h", "stop")])
+async def test_half_a_character_at_the_end_is_shown_as_such(stream, stop, text, finish_reason):
+    """cases ST05"""
+    half = next(i for i in range(tokenizer().vocab_size) if tokenizer().token_bytes(i) == b"\xc3")
+    async with Edge(engine := ScriptedEngine()) as edge:
+        task = ask(edge, "completion", stream, stop=stop)
+        (name,) = await submitted(engine)
+        engine.tokens(name, *ids("he"), half, finish=FinishReason.LENGTH)
+        answer = read(await task)
+        assert (answer.texts, answer.finish_reasons) == ({0: text}, {0: finish_reason})
 
 
 @BOTH_MODES
