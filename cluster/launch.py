@@ -6,6 +6,7 @@ Otherwise a cluster of this process's own is started, and everything ends with i
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -42,15 +44,16 @@ def up(config: AppConfig) -> None:
         # A short name: the path of HAProxy's socket in it may have 97 characters, 70 of which are Serve's.
         with tempfile.TemporaryDirectory(prefix="ts-", dir="/tmp") as scratch:
             _local_environment(config, Path(scratch))
+            interrupt = _Interrupt()
             try:
-                with console.status("starting a local Ray cluster"):
+                with interrupt.held(), console.status("starting a local Ray cluster"):
                     _start_ray(config)
                 deploy(config)
                 _announce(config, time.monotonic() - started)
-                _wait_for_signal()
+                interrupt.wait()
             finally:
                 console.print("stopping")
-                ray.shutdown()
+                ray.shutdown(wait_for_processes=True)
     else:
         with console.status("joining the Ray cluster"):
             ray.init(address="auto", ignore_reinit_error=True, log_to_driver=False)
@@ -175,8 +178,37 @@ def _announce(config: AppConfig, seconds: float) -> None:
     )
 
 
-def _wait_for_signal() -> None:
-    stop = threading.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: stop.set())
-    stop.wait()
+class _Interrupt:
+    """Ctrl-C or SIGTERM as one KeyboardInterrupt; further ones don't interrupt what the first began."""
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+        self._held = False
+        self._listen()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Put it off to the end of the block: a Ray that is interrupted while it starts leaves processes behind."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+            self._listen()  # `ray.init` has set a handler of its own
+        if self._asked.is_set():
+            raise KeyboardInterrupt
+
+    def wait(self) -> None:
+        """Until it comes; from now on it is what everybody waits for, and no exception."""
+        self._held = True
+        self._asked.wait()
+
+    def _listen(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, *_: object) -> None:
+        is_first = not self._asked.is_set()
+        self._asked.set()
+        if is_first and not self._held:
+            raise KeyboardInterrupt
