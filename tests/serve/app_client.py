@@ -96,9 +96,13 @@ def total(series: Series, name: str, **labels: str) -> float:
 
 
 def gauges_at_rest(series: Series) -> dict[str, float]:
-    """What must be 0 when nobody asks for anything; `/metrics` itself isn't a generating request."""
-    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "trieserve:requests_in_flight", "trieserve:pending_tokens")
-    return {name: total(series, name) for name in names} | {"used": total(series, "trieserve:kv_blocks", state="used")}
+    """What must be 0 when nobody waits for an answer. An ingress that never was asked has no `requests_in_flight` yet."""
+    names = ("vllm:num_requests_running", "vllm:num_requests_waiting", "trieserve:pending_tokens")
+    return {
+        **{name: total(series, name) for name in names},
+        "used": total(series, "trieserve:kv_blocks", state="used"),
+        "in flight": sum(value for (name, _), value in series.items() if name == "trieserve:requests_in_flight"),
+    }
 
 
 def sse_events(lines: Iterator[str]) -> Iterator[str]:

@@ -76,7 +76,9 @@ def up(environment, tmp_path_factory) -> Callable[..., AbstractContextManager[Ru
 @pytest.fixture(scope="session")
 def whole_app(up) -> Iterator[RunningApp]:
     """HAProxy, two ingresses, two fake replicas on the token socket; open to other machines, so with keys."""
-    keys = [{"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest()} for name, key in (("alice", ALICE), ("bob", BOB))]
+    keys = [
+        {"name": name, "sha256": hashlib.sha256(key.encode()).hexdigest()} for name, key in (("alice", ALICE), ("bob", BOB))
+    ]
     with up(fake_config(free_port(), num=2, host="0.0.0.0", api_keys=keys), key=ALICE) as running:
         yield running
 

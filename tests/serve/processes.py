@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class Server:
     """A started command and all processes that were ever seen below it."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self.environment = environment
         self._log = log
         with log.open("wb") as out:
             # A session of its own, as a terminal's job: signals for the tests are none for the server.
@@ -46,9 +47,9 @@ class Server:
             self._family.update(psutil.Process(self.process.pid).children(recursive=True))
         return [process for process in self._family if is_alive(process)]
 
-    def named(self, title: str) -> list[psutil.Process]:
-        """Those whose command line begins with `title`, or whose program is called so."""
-        return [process for process in self.family() if _is_called(process, title)]
+    def named(self, start: str) -> list[psutil.Process]:
+        """Those whose command line begins with `start`; its first word without the folder."""
+        return [process for process in self.family() if title(process).startswith(start)]
 
     def wait_until(self, condition: Callable[[], Any], timeout_s: float = _START_TIMEOUT_S) -> None:
         """Fails with the command's output when it ends or the time is over before `condition` holds."""
@@ -76,12 +77,13 @@ class Server:
     def leftovers(self) -> list[str]:
         """What is still there of the family a while after the command ended."""
         self._wait(lambda: not self.family(), _LEAVE_TIMEOUT_S)
-        return [" ".join(process.cmdline())[:200] for process in self.family()]
+        return [title(process) for process in self.family()]
 
     def kill(self) -> None:
         """Whatever happened: nothing of this server outlives the tests."""
         for process in self.family():
-            process.kill()
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -114,11 +116,13 @@ def is_alive(process: psutil.Process) -> bool:
         return False
 
 
-def _is_called(process: psutil.Process, title: str) -> bool:
+def title(process: psutil.Process) -> str:
+    """Its command line, as Ray's processes set it; nothing if it has just ended."""
     try:
-        return process.name() == title or " ".join(process.cmdline()).startswith(title)
-    except psutil.Error:
-        return False
+        program, *arguments = process.cmdline()
+        return " ".join((Path(program).name, *arguments)).strip()
+    except (psutil.Error, ValueError):  # without a command line it's a zombie
+        return ""
 
 
 def free_port() -> int:

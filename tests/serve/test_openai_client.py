@@ -93,9 +93,19 @@ def test_the_model_is_listed_with_what_it_can_hold(client):
     ("fields", "error_type", "code", "param"),
     [
         ({"temperature": -1}, openai.BadRequestError, "invalid_request", "temperature"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "unsupported_parameter", "tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}]},
+            openai.BadRequestError,
+            "unsupported_parameter",
+            "tools",
+        ),
         ({"model": "another"}, openai.NotFoundError, "model_not_found", "model"),
-        ({"messages": [{"role": "user", "content": "long " * 20_000}]}, openai.BadRequestError, "context_length_exceeded", None),
+        (
+            {"messages": [{"role": "user", "content": "long " * 20_000}]},
+            openai.BadRequestError,
+            "context_length_exceeded",
+            None,
+        ),
         ({"max_tokens": 10**6}, openai.BadRequestError, "context_length_exceeded", None),
     ],
     ids=["value", "unsupported", "model", "prompt", "max_tokens"],

@@ -126,9 +126,9 @@ def test_the_holders_of_two_keys_share_no_cache(app):
 
 
 def test_haproxy_listens_to_others_on_the_public_port_alone(app):
-    [haproxy] = app.server.named("haproxy")
     listening = {
         (connection.laddr.ip, connection.laddr.port)
+        for haproxy in app.server.named("haproxy")
         for connection in haproxy.net_connections("inet")
         if connection.status == psutil.CONN_LISTEN
     }
