@@ -11,7 +11,7 @@ import yaml
 from processes import ROOT, free_port
 
 MODEL = "smollm2-135m-instruct"
-QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+QUESTION = [{"role": "user", "content": "Name the capital city of France."}]
 GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 24}
 
 
@@ -29,7 +29,7 @@ def client(app):
         yield client
 
 
-def test_the_capital_of_france_is_paris(client):
+def test_a_question_gets_a_sensible_answer(client):
     answer = client.chat.completions.create(messages=QUESTION, **GREEDY)
     assert "Paris" in answer.choices[0].message.content
 
