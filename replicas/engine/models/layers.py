@@ -64,10 +64,10 @@ class RmsNorm:
     def __call__(self, x: Tensor) -> Tensor:
         if x.is_cuda:
             return functional.rms_norm(x, x.shape[-1:], None, self._eps) * self._weight
-        exact = x.float()
+        exact = x.to(torch.float32, copy=True)  # to be scaled in place: a second large buffer a call costs page faults
         norm = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
         scale = torch.addcmul(self._eps_tensor, norm, norm, value=1 / x.shape[-1]).rsqrt_()
-        return (exact * scale).to(x.dtype).mul_(self._weight)
+        return exact.mul_(scale).to(x.dtype).mul_(self._weight)
 
 
 class RotaryTable:
