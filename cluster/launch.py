@@ -21,6 +21,7 @@ from pathlib import Path
 import httpx
 import ray
 from ray import serve
+from ray.exceptions import RayError
 from rich.console import Console
 
 from cluster import haproxy
@@ -34,6 +35,7 @@ console = Console(stderr=True)
 
 _OBJECT_STORE_BYTES = 256 * 2**20
 _PROBE_TIMEOUT_S = 120.0
+_LISTEN_TIMEOUT_S = 20.0  # once the app is deployed its proxies are up
 
 
 def up(config: AppConfig) -> None:
@@ -63,18 +65,29 @@ def up(config: AppConfig) -> None:
 
 def deploy(config: AppConfig) -> None:
     """Deploy on the connected cluster and return once a real request was answered."""
-    serve.start(
-        proxy_location="EveryNode",
-        http_options={
-            "host": config.ingress.host,
-            "port": config.ingress.port,
-            "request_timeout_s": config.ingress.limits.request_timeout_s,
-        },
-    )
+    _start_serve(config)
     with console.status(f"starting {config.ingress.num} ingress(es) and {config.replicas.num} replica(s)"):
         serve.run(build_app(to_mapping(config)), name=config.name, route_prefix="/", blocking=False)
     with console.status("waiting for a real answer"):
         _probe(config)
+
+
+def _start_serve(config: AppConfig) -> None:
+    """Raises ConfigError where its proxies can't listen, and leaves no Serve then; one that runs already stays as it is."""
+    try:
+        serve.start(
+            proxy_location="EveryNode",
+            http_options={
+                "host": config.ingress.host,
+                "port": config.ingress.port,
+                "request_timeout_s": config.ingress.limits.request_timeout_s,
+            },
+        )
+    except RayError as error:
+        # It would keep this port, and try to listen on it, for as long as the Ray cluster lives.
+        serve.shutdown()
+        cause = str(getattr(error, "cause", error)).splitlines()[-1]
+        raise ConfigError(f"Ray Serve does not start on {base_url(config)}: {cause}") from error
 
 
 def _start_ray(config: AppConfig) -> None:
@@ -144,15 +157,18 @@ def _probe(config: AppConfig) -> None:
         "temperature": 0,
     }
     headers = {"Authorization": f"Bearer {probe_key(cluster_secret(config))}"}
-    deadline = time.monotonic() + _PROBE_TIMEOUT_S
-    last = "no answer"
-    while time.monotonic() < deadline:
+    started, last = time.monotonic(), "no answer"
+    while time.monotonic() < started + _PROBE_TIMEOUT_S:
         try:
             reply = httpx.post(f"{base_url(config)}/v1/chat/completions", json=body, headers=headers, timeout=60)
             if reply.status_code == 200:
                 return
             last = f"HTTP {reply.status_code}: {reply.text[:300]}"
             if reply.status_code < 500 and reply.status_code not in (404, 408, 429):
+                break
+        except httpx.ConnectError as error:
+            last = f"{error}; a Serve that runs already keeps the host and port that it was started with"
+            if time.monotonic() > started + _LISTEN_TIMEOUT_S:
                 break
         except httpx.TransportError as error:
             last = f"{type(error).__name__}: {error}"
