@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import socket
 import subprocess
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ _WORKER_PORTS = 200  # enough for the workers of a test
 @dataclass(frozen=True, slots=True)
 class RayCluster:
     server: Server
+    address: str
     dashboard: str
 
     def run(self, *command: str) -> None:
@@ -54,11 +57,13 @@ def cluster(environment, tmp_path_factory) -> Iterator[RayCluster]:
         options = [f"--{name}={value}" for name, value in {**ports, **size}.items()]
         command = [str(BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats", *options]
         log = tmp_path_factory.mktemp("ray") / "log"
+        # Nobody is left to be drained for.
+        environment = {**environment, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
         with server(command, environment, log, stop=signal.SIGTERM) as head:
             url = f"http://127.0.0.1:{dashboard}"
             headers = {"Authorization": f"Bearer {environment['RAY_AUTH_TOKEN']}"}
             head.wait_until(lambda: _answers(f"{url}/api/jobs/", headers))
-            yield RayCluster(head, url)
+            yield RayCluster(head, f"127.0.0.1:{ports['port']}", url)
 
 
 def _answers(url: str, headers: dict[str, str]) -> bool:
@@ -96,6 +101,19 @@ class Visitor:
                 self.num_answers += 1
             except httpx.TransportError as error:
                 self.failures.append(repr(error))
+
+
+def test_a_port_that_is_taken_is_an_error_that_the_next_try_does_not_inherit(cluster):
+    environment = {**cluster.server.environment, "RAY_ADDRESS": cluster.address}
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        command = [sys.executable, "-m", "cluster", "up", "configs/fake.yaml", f"ingress.port={port}"]
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_JOB_TIMEOUT_S)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert str(port) in line
+    # The next test uses another port.
 
 
 def test_jobs_and_serve_deploy_change_an_app_that_never_stops_answering(cluster, tmp_path):
