@@ -101,18 +101,26 @@ async def two_replicas(chosen: Sequence[str], progress: Progress) -> Figures:
     with starting(progress, *TWO_REPLICAS) as app:
         async with Client(app.url, MODEL) as client:
             if "fleet" in chosen:
-                figures |= await cache_and_load(client, progress)
+                figures |= shown(await cache_and_load(client, progress))
             if "kill" in chosen:
-                figures |= await kill_one(client, app, progress)
+                figures |= shown(await kill_one(client, app, progress))
     return figures
+
+
+def shown(figures: Figures) -> Figures:
+    """Rounded, and printed at once: a part that fails must not cost the figures of those before it."""
+    rounded = {name: round(value, NUM_DIGITS) if isinstance(value, float) else value for name, value in figures.items()}
+    for name, value in rounded.items():
+        print(f"{name:40} {value}", flush=True)
+    return rounded
 
 
 def measure(chosen: Sequence[str], prompts: Sequence[str], vllm_python: Path | None, progress: Progress) -> Figures:
     figures: Figures = {"num_cpus": os.cpu_count()}
     if "greedy" in chosen:
-        figures |= greedy(prompts, progress)
+        figures |= shown(greedy(prompts, progress))
     if "serving" in chosen:
-        figures |= asyncio.run(serving(progress, vllm_python))
+        figures |= shown(asyncio.run(serving(progress, vllm_python)))
     if "fleet" in chosen or "kill" in chosen:
         figures |= asyncio.run(two_replicas(chosen, progress))
     return figures
@@ -130,10 +138,7 @@ def main() -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         figures = measure(options.only, prompts, options.vllm_python, progress)
-    rounded = {name: round(value, NUM_DIGITS) if isinstance(value, float) else value for name, value in figures.items()}
-    for name, value in rounded.items():
-        print(f"{name:40} {value}")
-    print(json.dumps(rounded))
+    print(json.dumps(figures))
     return 0
 
 
