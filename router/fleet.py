@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from replicas.blocks import BLOCK_SIZE, BlockHash
 from replicas.contract import EngineStats, StepTimeCoefficients
-from replicas.step_time import PRIOR
+from replicas.step_time import PRIOR, predict
 
 # A report that is received sooner than this after a request was sent may have been made before the request arrived: the
 # request counts on top of it. Twice the load for some milliseconds spreads a burst; none at all would heap it up.
@@ -37,6 +37,8 @@ HALF_LIFE_S = 30.0
 _MAX_LEASES_LOOKED_AT = 128
 # Tokens that a running request will still generate, until a replica has finished some.
 _DEFAULT_OUTPUT_TOKENS = 128.0
+# What one report counts in the mean of all replicas.
+_MEAN_WEIGHT = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,7 @@ class ReplicaView(NamedTuple):
     cache, are computed in each step; `num_pending_tokens` are known and not computed.
     `num_recent_tokens` of prompts were sent to it lately, fading. `is_stale`: no telemetry younger than `stale_after_s`, so
     load is this router's own leases alone. `seed` is a 64-bit number made from the id, equal in every process.
+    `answer_s` is how long one more answer of the fleet's usual length takes there after its first token, beside the others.
     """
 
     replica: str
@@ -72,6 +75,7 @@ class ReplicaView(NamedTuple):
     mean_output_tokens: float
     is_stale: bool
     seed: int
+    answer_s: float = 0.0
 
 
 class Lease:
@@ -156,6 +160,7 @@ class Fleet:
         self._lease_s = lease_s
         self._members: dict[str, _Member] = {}
         self._step_time = PRIOR  # the last law that any replica told: replicas of one deployment are alike
+        self._mean_output_tokens = _DEFAULT_OUTPUT_TOKENS  # of all replicas: they are compared by answers of one length
         self._live: OrderedDict[Lease, None] = OrderedDict()  # by time sent, which is by expiry as well
         self._lingering: deque[tuple[float, Lease]] = deque()
         self._by_first_block: dict[BlockHash, dict[Lease, None]] = {}
@@ -205,6 +210,7 @@ class Fleet:
         num_finished = sum(stats.finished_total.values())
         if num_finished:
             member.mean_output_tokens = stats.generation_tokens_total / num_finished
+            self._mean_output_tokens += _MEAN_WEIGHT * (member.mean_output_tokens - self._mean_output_tokens)
         if stats.step_time is not None and _is_usable(stats.step_time):
             if self._step_time is PRIOR:
                 for other in self._members.values():
@@ -278,18 +284,22 @@ class Fleet:
             num_pending_tokens += stats.num_pending_tokens
             num_requests += stats.num_running + stats.num_waiting
             num_running += stats.num_running
+        law = member.step_time or self._step_time
+        num_context_tokens = stats.num_context_tokens if stats is not None else 0
+        num_beside = min(num_requests + 1, member.facts.max_num_seqs)
         return ReplicaView(
             replica,
             member.facts,
-            member.step_time or self._step_time,
+            law,
             num_pending_tokens,
             num_requests,
             num_running,
-            stats.num_context_tokens if stats is not None else 0,
+            num_context_tokens,
             member.num_recent_tokens,
             member.mean_output_tokens,
             stats is None,
             member.seed,
+            self._mean_output_tokens * predict(law, num_beside, num_context_tokens, num_beside),
         )
 
     def _member(self, replica: str) -> _Member:

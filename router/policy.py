@@ -3,10 +3,11 @@
 The rule of `prefix`, in one sentence: among the replicas that no other beats by the margin, take the one that holds the
 longest part of the prompt; if none holds a part worth the name, the one with the least work assigned.
 
-Its cost is the predicted time to first token: all tokens pending there, plus those of this prompt that are not cached there,
-by that replica's own step-time law. So a holder is left when, and only when, its queue costs more than its cache saves, and
-a request that leaves it makes a second holder. Everything here is deterministic in its arguments; `rotation` is a number that
-the caller raises by one for each decision.
+Two predictions can beat a replica. Its time to first token: all tokens pending there, plus those of this prompt that are not
+cached there, by that replica's own step-time law. And its time of an answer of usual length: the other tokens follow one a
+step, beside the answers that are being written there. So a holder is left when, and only when, its load costs more than its
+cache saves, and a request that leaves it makes a second holder. Everything here is deterministic in its arguments; `rotation`
+is a number that the caller raises by one for each decision.
 """
 
 from __future__ import annotations
@@ -111,8 +112,10 @@ def prefix(question: Question, views: Sequence[ReplicaView], prefixes: Prefixes,
     """The rule above. `views` are the candidates, at least one."""
     matched = _matched_tokens(views, prefixes, tuning)
     ttfts = [predicted_ttft_s(view, question.num_prompt_tokens, cached) for view, cached in zip(views, matched, strict=True)]
-    limit_s = _limit_s(min(ttfts), tuning)
-    close = [i for i, ttft_s in enumerate(ttfts) if ttft_s <= limit_s]
+    costs = [ttft_s + view.answer_s for ttft_s, view in zip(ttfts, views, strict=True)]
+    ttft_limit_s, cost_limit_s = _limit_s(min(ttfts), tuning), _limit_s(min(costs), tuning)
+    close = [i for i, cost_s in enumerate(costs) if cost_s <= cost_limit_s and ttfts[i] <= ttft_limit_s]
+    close = close or [costs.index(min(costs))]
     deepest = max([matched[i] for i in close])
     slack = question.num_prompt_tokens * _MATCH_SHARE
     is_cold = deepest < max(slack, 1)
@@ -120,10 +123,10 @@ def prefix(question: Question, views: Sequence[ReplicaView], prefixes: Prefixes,
     for i in close:
         if matched[i] >= deepest - slack:
             work = _assigned_tokens(views[i], prefixes)
-            preferred.append((work, ttfts[i], i) if is_cold else (ttfts[i], work, i))
+            preferred.append((work, costs[i], i) if is_cold else (costs[i], work, i))
     order = _by_key(preferred, views, _mark(question, rotation))
     if len(order) < len(views):
-        order += sorted(set(range(len(views))).difference(order), key=ttfts.__getitem__)
+        order += sorted(set(range(len(views))).difference(order), key=costs.__getitem__)
     if all(view.is_stale for view in views):
         reason = Reason.STALE_TELEMETRY
     elif max(matched) > deepest + slack:
@@ -189,7 +192,7 @@ def _slot_wait_s(view: ReplicaView) -> float:
 
 
 def _limit_s(best_s: float, tuning: Tuning) -> float:
-    """The longest time to first token that `best_s` doesn't beat by the margin: by its share *and* by its seconds."""
+    """The longest time that `best_s` doesn't beat by the margin: by its share *and* by its seconds."""
     share_s = best_s / (1 - tuning.margin) if tuning.margin < 1 else math.inf
     return max(share_s, best_s + tuning.margin_s)
 

@@ -319,3 +319,9 @@ def test_the_three_shipped_configurations_say_what_the_readme_promises():
     assert (tiny.engine.device, tiny.replicas.num, tiny.ingress.port) == ("cpu", 2, 8000)
     assert (gpu.engine.device, gpu.replicas.num_gpus, gpu.model.dtype) == ("cuda", 1.0, "bf16")
     assert fake.engine.kind == "fake"
+
+
+def test_an_unquoted_key_hash_that_begins_like_a_number_is_text() -> None:
+    digest = "20e8" + 60 * "c"
+    config = load(None, [f"ingress.api_keys=[{{name: alice, sha256: {digest}}}]"])
+    assert config.ingress.api_keys[0].sha256 == digest

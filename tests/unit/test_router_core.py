@@ -329,3 +329,19 @@ def test_the_other_policies_spread_one_prefix_and_still_tell_what_would_match(po
         assert decision.predicted_ttft_s is None
     assert abs(chosen["a"] - chosen["b"]) <= 30
     assert router.counters[Reason(policy)] == 100
+
+
+def test_chats_that_share_no_more_than_the_templates_header_are_spread_by_the_answers_being_written() -> None:
+    """A block in common saves milliseconds; sixteen long answers on one of two replicas cost everybody seconds."""
+    slow = StepTimeCoefficients(0.02, 0.0005, 1e-8, 0.0015, num_samples=9)
+    router = make_router()
+    for name in ("a", "b"):
+        router.join(name, FACTS)
+        router.report(name, EngineStats(step_time=slow), 0.0)
+    chosen = []
+    for index in range(16):
+        question = question_of("header", 16, f"{index}", 21)
+        decision = router.route(question, ("a", "b"), 0.1 + index * 0.01)
+        router.commit(decision, question, 0.1 + index * 0.01).first_token()
+        chosen.append(decision.ranking[0])
+    assert max(chosen.count("a"), chosen.count("b")) <= 11
