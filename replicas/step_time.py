@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,42 @@ def predict(coefficients: StepTimeCoefficients, tokens: int, context_tokens: int
     )
 
 
+class PrefillLaw(NamedTuple):
+    """How long prompts take on a replica as it is, in one multiplication each; see `prefill_law`. A tuple for its speed."""
+
+    chunk: int
+    step_s: float
+    token_s: float
+    context_s: float
+
+    def seconds(self, tokens: int, context_tokens: int) -> float:
+        """Until `tokens` tokens are computed after `context_tokens` that are there.
+
+        |-- context_tokens --|-- chunk --|-- chunk --|- rest -|         one step each; each reads all that is left of its end
+        """
+        chunk, step_s, token_s, context_s = self
+        num_steps = -(-tokens // chunk)
+        read = num_steps * (context_tokens + (num_steps - 1) * chunk / 2)
+        return num_steps * step_s + tokens * token_s + read * context_s
+
+
+def prefill_law(coefficients: StepTimeCoefficients, chunk: int, running: int, *, running_context_tokens: int = 0) -> PrefillLaw:
+    """For prompts that get `chunk` tokens a step, usually the step's budget less `running`.
+
+    In each step `running` other sequences decode one token each over `running_context_tokens` in total; that these grow
+    meanwhile is left out.
+    """
+    assert chunk > 0, chunk
+    step_s = (
+        coefficients.base_s
+        + coefficients.per_token_s * running
+        + coefficients.per_context_s * running_context_tokens
+        + coefficients.per_sequence_s * (1 + running)
+    )
+    # Each token is computed once, and read once more than those before it: by its own step.
+    return PrefillLaw(chunk, step_s, coefficients.per_token_s + coefficients.per_context_s, coefficients.per_context_s)
+
+
 def prefill_seconds(
     coefficients: StepTimeCoefficients,
     tokens: int,
@@ -39,25 +76,10 @@ def prefill_seconds(
     *,
     running_context_tokens: int = 0,
 ) -> float:
-    """Seconds until `tokens` tokens of one prompt are computed, `chunk` a step, after `context_tokens` that are there.
-
-    |-- context_tokens --|-- chunk --|-- chunk --|- rest -|         one step each; each reads all that is left of its end
-
-    In each step `running` other sequences decode one token each over `running_context_tokens` in total; that these grow
-    meanwhile is left out. `chunk` is what the prompt gets, so usually a step's budget less `running`. O(1).
-    """
+    """Seconds until `tokens` tokens of one prompt are computed: `prefill_law` and its `seconds` in one. O(1)."""
     assert tokens >= 0, tokens
-    assert chunk > 0, chunk
-    num_steps = -(-tokens // chunk)
-    all_tokens = tokens + num_steps * running
-    ends = (num_steps - 1) * num_steps // 2 * chunk + tokens if num_steps else 0  # summed over the steps
-    read = num_steps * (context_tokens + running_context_tokens) + ends
-    return (
-        coefficients.base_s * num_steps
-        + coefficients.per_token_s * all_tokens
-        + coefficients.per_context_s * read
-        + coefficients.per_sequence_s * num_steps * (1 + running)
-    )
+    law = prefill_law(coefficients, chunk, running, running_context_tokens=running_context_tokens)
+    return law.seconds(tokens, context_tokens)
 
 
 # Samples are kept by the magnitudes of (tokens, context_tokens), the latest few of each, so that a thousand decode steps

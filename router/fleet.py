@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from replicas.blocks import BLOCK_SIZE, BlockHash
 from replicas.contract import EngineStats, StepTimeCoefficients
-from replicas.step_time import PRIOR, predict
+from replicas.step_time import PRIOR, PrefillLaw, predict, prefill_law
 
 # A report that is received sooner than this after a request was sent may have been made before the request arrived: the
 # request counts on top of it. Twice the load for some milliseconds spreads a burst; none at all would heap it up.
@@ -61,7 +61,8 @@ class ReplicaView(NamedTuple):
     cache, are computed in each step; `num_pending_tokens` are known and not computed.
     `num_recent_tokens` of prompts were sent to it lately, fading. `is_stale`: no telemetry younger than `stale_after_s`, so
     load is this router's own leases alone. `seed` is a 64-bit number made from the id, equal in every process.
-    `answer_s` is how long one more answer of the fleet's usual length takes there after its first token, beside the others.
+    `prefill` is how prompts proceed there, and `answer_s` how long one more answer of the fleet's usual length takes after its
+    first token, both beside the answers that are being written.
     """
 
     replica: str
@@ -75,7 +76,8 @@ class ReplicaView(NamedTuple):
     mean_output_tokens: float
     is_stale: bool
     seed: int
-    answer_s: float = 0.0
+    prefill: PrefillLaw
+    answer_s: float
 
 
 class Lease:
@@ -284,12 +286,13 @@ class Fleet:
             num_pending_tokens += stats.num_pending_tokens
             num_requests += stats.num_running + stats.num_waiting
             num_running += stats.num_running
-        law = member.step_time or self._step_time
+        law, facts = member.step_time or self._step_time, member.facts
         num_context_tokens = stats.num_context_tokens if stats is not None else 0
-        num_beside = min(num_requests + 1, member.facts.max_num_seqs)
+        num_beside = min(num_requests + 1, facts.max_num_seqs)
+        chunk = max(facts.max_num_batched_tokens - num_running, 1)
         return ReplicaView(
             replica,
-            member.facts,
+            facts,
             law,
             num_pending_tokens,
             num_requests,
@@ -299,6 +302,7 @@ class Fleet:
             member.mean_output_tokens,
             stats is None,
             member.seed,
+            prefill_law(law, chunk, num_running, running_context_tokens=num_context_tokens),
             self._mean_output_tokens * predict(law, num_beside, num_context_tokens, num_beside),
         )
 

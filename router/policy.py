@@ -19,7 +19,7 @@ from enum import StrEnum
 from itertools import takewhile
 
 from replicas.blocks import BlockHash
-from replicas.step_time import predict, prefill_seconds
+from replicas.step_time import predict
 from router.fleet import ReplicaView
 
 # A match counts from this share of the prompt on, and two matches that differ by less count as equal. The header that a chat
@@ -172,15 +172,8 @@ def num_uncached_tokens(num_prompt_tokens: int, matched_tokens: int) -> int:
 
 def predicted_ttft_s(view: ReplicaView, num_prompt_tokens: int, matched_tokens: int) -> float:
     """Seconds until that replica has computed all that is pending there and then what it hasn't cached of this prompt."""
-    running, budget = view.num_running, view.facts.max_num_batched_tokens
-    prefill_s = prefill_seconds(
-        view.step_time,
-        view.num_pending_tokens + num_uncached_tokens(num_prompt_tokens, matched_tokens),
-        matched_tokens,
-        budget - running if running < budget else 1,
-        running,
-        running_context_tokens=view.num_context_tokens,
-    )
+    num_tokens = view.num_pending_tokens + num_uncached_tokens(num_prompt_tokens, matched_tokens)
+    prefill_s = view.prefill.seconds(num_tokens, matched_tokens)
     return prefill_s if view.num_requests < view.facts.max_num_seqs else prefill_s + _slot_wait_s(view)
 
 

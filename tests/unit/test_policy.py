@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicas.contract import StepTimeCoefficients
+from replicas.step_time import prefill_law
 from router.fleet import ReplicaFacts, ReplicaView
 from router.policy import (
     POLICIES,
@@ -31,10 +32,29 @@ TUNING = Tuning(margin=0.25, margin_s=0.05)
 
 
 def view(
-    replica: str, num_pending_tokens: int = 0, num_requests: int = 0, num_recent_tokens: int = 0, is_stale: bool = False
+    replica: str,
+    num_pending_tokens: int = 0,
+    num_requests: int = 0,
+    num_recent_tokens: int = 0,
+    is_stale: bool = False,
+    law: StepTimeCoefficients = LAW,
+    answer_s: float = 0.0,
 ) -> ReplicaView:
-    seed = int.from_bytes(hashlib.sha256(replica.encode()).digest()[:8], "little")
-    return ReplicaView(replica, FACTS, LAW, num_pending_tokens, num_requests, 0, 0, num_recent_tokens, 100.0, is_stale, seed)
+    return ReplicaView(
+        replica=replica,
+        facts=FACTS,
+        step_time=law,
+        num_pending_tokens=num_pending_tokens,
+        num_requests=num_requests,
+        num_running=0,
+        num_context_tokens=0,
+        num_recent_tokens=num_recent_tokens,
+        mean_output_tokens=100.0,
+        is_stale=is_stale,
+        seed=int.from_bytes(hashlib.sha256(replica.encode()).digest()[:8], "little"),
+        prefill=prefill_law(law, FACTS.max_num_batched_tokens, 0),
+        answer_s=answer_s,
+    )
 
 
 def decide(views: Sequence[ReplicaView], matched: dict[str, int] | None = None, tuning: Tuning = TUNING) -> Decision:
@@ -155,8 +175,19 @@ def test_a_prompt_that_is_cached_whole_still_computes_its_last_token() -> None:
     assert predicted_ttft_s(view("a"), 640, 640) == pytest.approx(0.001)
 
 
+def test_a_holder_where_answers_are_slow_is_left_though_its_first_token_would_come_as_soon() -> None:
+    views = [view("holder", answer_s=2.0), view("idle", answer_s=1.0)]
+    decision = decide(views, {"holder": 6})
+    assert (decision.ranking, decision.reason) == (("idle", "holder"), Reason.MARGIN)
+
+
+def test_a_holder_is_kept_while_its_answers_are_slower_within_the_margin() -> None:
+    views = [view("holder", answer_s=1.2), view("idle", answer_s=1.0)]
+    assert decide(views, {"holder": 6}).ranking[0] == "holder"
+
+
 def test_each_replica_is_judged_by_its_own_law() -> None:
-    slow = view("slow")._replace(step_time=StepTimeCoefficients(0.0, 0.01, 0.0, 0.0))
+    slow = view("slow", law=StepTimeCoefficients(0.0, 0.01, 0.0, 0.0))
     assert decide([slow, view("fast", num_pending_tokens=500)]).ranking == ("fast", "slow")
 
 
