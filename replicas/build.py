@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 
 from configs.schema import AppConfig
 from replicas.contract import Engine, EngineInfo
+from replicas.engine.compute_thread import ComputeThread
 from replicas.errors import ConfigError
 
 
@@ -24,6 +25,11 @@ def build_engine(config: AppConfig, *, replicas_on_node: int = 1) -> Engine:
 
 
 def _native(config: AppConfig, replicas_on_node: int) -> Engine:
+    thread = ComputeThread()
+    return thread.submit(lambda: _load_native(config, replicas_on_node, thread)).result()
+
+
+def _load_native(config: AppConfig, replicas_on_node: int, thread: ComputeThread) -> Engine:
     from replicas.engine.engine import NativeEngine
     from replicas.engine.runner import load_runner
 
@@ -39,7 +45,7 @@ def _native(config: AppConfig, replicas_on_node: int) -> Engine:
         max_num_batched_tokens=config.engine.max_num_batched_tokens,
         max_num_seqs=config.engine.max_num_seqs,
     )
-    engine = NativeEngine.from_runner(config, runner, info)
+    engine = NativeEngine.from_runner(config, runner, info, thread)
     engine.warm_up()
     return engine
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -29,6 +30,7 @@ from replicas.contract import (
     StepOutput,
     StepSink,
 )
+from replicas.engine.compute_thread import ComputeThread
 from replicas.engine.scheduler import Scheduler, SchedulerConfig
 from replicas.engine.step import ChunkResult, StepPlan, StepResult
 from replicas.engine.validate import validate
@@ -64,7 +66,9 @@ class NativeEngine:
         chunked_prefill: bool = True,
         prefix_caching: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        thread: ComputeThread | None = None,
     ) -> None:
+        """`thread` is the one that loaded what `runner` computes with; without one, `start` makes its own."""
         assert info.block_size == BLOCK_SIZE, info.block_size
         self._info = info
         self._runner = runner
@@ -82,7 +86,8 @@ class NativeEngine:
                 prefix_caching=prefix_caching,
             )
         )
-        self._thread = threading.Thread(target=self._loop, name="engine", daemon=True)
+        self._thread = thread
+        self._stepping: Future[None] | None = None  # since `start`, until the loop has ended
         self._sink: StepSink = _drop
         self._sink_errors: set[type[Exception]] = set()  # kinds already logged
 
@@ -96,7 +101,9 @@ class NativeEngine:
         self._stats = self._snapshot()
 
     @classmethod
-    def from_runner(cls, config: AppConfig, runner: Runner, info: EngineInfo) -> NativeEngine:
+    def from_runner(
+        cls, config: AppConfig, runner: Runner, info: EngineInfo, thread: ComputeThread | None = None
+    ) -> NativeEngine:
         """The engine that `config.engine` describes; `info` is what the loaded model and its KV cache turned out to be."""
         return cls(
             runner,
@@ -105,6 +112,7 @@ class NativeEngine:
             max_queued_requests=config.engine.max_queued_requests,
             chunked_prefill=config.engine.chunked_prefill,
             prefix_caching=config.engine.prefix_caching,
+            thread=thread,
         )
 
     @property
@@ -112,7 +120,7 @@ class NativeEngine:
         return self._info
 
     def warm_up(self) -> None:
-        """Compute a few steps for nobody (see warm_up.py), a second or so. Before `start`."""
+        """Compute a few steps for nobody (see warm_up.py), a second or so. Before `start`, on the thread that will step."""
         for plan in warm_up_plans(self._info):
             self._runner.run(plan)  # the first of its kind says nothing about those that follow
             for _ in range(NUM_ROUNDS):
@@ -121,7 +129,8 @@ class NativeEngine:
 
     def start(self, sink: StepSink) -> None:
         self._sink = sink
-        self._thread.start()
+        self._thread = self._thread or ComputeThread()
+        self._stepping = self._thread.submit(self._loop)
 
     def submit(self, request: GenerationRequest) -> None:
         request = validate(request, self._info)
@@ -165,10 +174,12 @@ class NativeEngine:
             self._wake.notify()
         if self._failed:
             return
-        if not self._thread.is_alive():
+        if self._stepping is None or self._stepping.done():
             self._end_all()
-        elif threading.current_thread() is not self._thread:
-            self._thread.join(_JOIN_TIMEOUT_S)
+        elif self._thread is None or not self._thread.is_current:
+            wait((self._stepping,), timeout=_JOIN_TIMEOUT_S)
+        if self._thread is not None:
+            self._thread.close()
 
     def step_once(self) -> StepOutput | None:
         """Take in what was asked and compute one step. None if there was nothing to do. Not while the thread runs."""
