@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from configs.schema import AppConfig
-from replicas.contract import Engine, EngineInfo
+from replicas.contract import Engine
 from replicas.engine.compute_thread import ComputeThread
 from replicas.errors import ConfigError
 
@@ -34,18 +34,7 @@ def _load_native(config: AppConfig, replicas_on_node: int, thread: ComputeThread
     from replicas.engine.runner import load_runner
 
     runner = load_runner(config.model, config.engine, num_cpus=config.replicas.num_cpus, replicas_on_node=replicas_on_node)
-    info = EngineInfo(
-        model_name=runner.model_name,
-        model_revision=runner.model_revision,
-        vocab_size=runner.vocab_size,
-        max_model_len=runner.max_model_len,
-        block_size=runner.block_size,
-        num_blocks=runner.num_blocks,
-        eos_token_ids=runner.eos_token_ids,
-        max_num_batched_tokens=config.engine.max_num_batched_tokens,
-        max_num_seqs=config.engine.max_num_seqs,
-    )
-    engine = NativeEngine.from_runner(config, runner, info, thread)
+    engine = NativeEngine.from_runner(config, runner, runner.info(config.engine), thread)
     engine.warm_up()
     return engine
 

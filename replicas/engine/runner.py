@@ -9,6 +9,7 @@ import torch
 
 from configs.schema import EngineConfig, ModelConfig
 from replicas.blocks import BLOCK_SIZE
+from replicas.contract import EngineInfo
 from replicas.engine.attention.kv_cache import AttentionBackend, KVCache
 from replicas.engine.attention.paged import PagedAttention
 from replicas.engine.attention.reference import ReferenceAttention
@@ -50,6 +51,20 @@ class Runner:
         self.model_name = model_name
         self.model_revision = model_revision
         self._sampler = Sampler(self.vocab_size, model.device)
+
+    def info(self, engine: EngineConfig) -> EngineInfo:
+        """What an engine with this runner and these limits promises."""
+        return EngineInfo(
+            model_name=self.model_name,
+            model_revision=self.model_revision,
+            vocab_size=self.vocab_size,
+            max_model_len=self.max_model_len,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            eos_token_ids=self.eos_token_ids,
+            max_num_batched_tokens=engine.max_num_batched_tokens,
+            max_num_seqs=engine.max_num_seqs,
+        )
 
     def run(self, plan: StepPlan) -> StepResult:
         """A row whose logits are not finite, or that can't be sampled, gets an `error`; the others are not touched by it.

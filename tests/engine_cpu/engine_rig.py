@@ -10,7 +10,6 @@ from paged_model import make_cache
 from configs.schema import AppConfig, EngineConfig
 from replicas.blocks import BLOCK_SIZE, chain_root
 from replicas.contract import (
-    EngineInfo,
     ErrorInfo,
     FinishReason,
     GenerationRequest,
@@ -89,18 +88,7 @@ def make_engine(
         model_name="tested",
         model_revision="",
     )
-    info = EngineInfo(
-        model_name=runner.model_name,
-        model_revision=runner.model_revision,
-        vocab_size=runner.vocab_size,
-        max_model_len=runner.max_model_len,
-        block_size=runner.block_size,
-        num_blocks=runner.num_blocks,
-        eos_token_ids=runner.eos_token_ids,
-        max_num_batched_tokens=config.engine.max_num_batched_tokens,
-        max_num_seqs=config.engine.max_num_seqs,
-    )
-    return NativeEngine.from_runner(config, wrap(runner), info)
+    return NativeEngine.from_runner(config, wrap(runner), runner.info(config.engine))
 
 
 def serve(engine: NativeEngine, *requests: GenerationRequest) -> dict[str, Answer]:
