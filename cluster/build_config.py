@@ -14,15 +14,23 @@ from configs.schema import AppConfig
 _HEADER = "# Written by `python -m cluster build`; edit the source and build again.\n"
 
 
+PROXY_LOCATION = "EveryNode"
+
+
+def http_options(config: AppConfig) -> dict[str, Any]:
+    """Serve's, the same whether `up` or a config file starts it."""
+    return {
+        "host": config.ingress.host,
+        "port": config.ingress.port,
+        "request_timeout_s": config.ingress.limits.request_timeout_s,
+    }
+
+
 def serve_config(config: AppConfig) -> dict[str, Any]:
     """A mapping for ray.serve.schema.ServeDeploySchema. The whole configuration travels as the builder's `args`."""
     return {
-        "proxy_location": "EveryNode",
-        "http_options": {
-            "host": config.ingress.host,
-            "port": config.ingress.port,
-            "request_timeout_s": config.ingress.limits.request_timeout_s,
-        },
+        "proxy_location": PROXY_LOCATION,
+        "http_options": http_options(config),
         "applications": [
             {
                 "name": config.name,

@@ -27,6 +27,7 @@ from rich.console import Console
 from cluster import haproxy
 from cluster.app import build_app, cluster_secret
 from cluster.auth import probe_key
+from cluster.build_config import PROXY_LOCATION, http_options
 from configs.load import to_mapping
 from configs.schema import AppConfig
 from replicas.errors import ConfigError
@@ -76,12 +77,8 @@ def _start_serve(config: AppConfig) -> None:
     """Raises ConfigError where its proxies can't listen, and leaves no Serve then; one that runs already stays as it is."""
     try:
         serve.start(
-            proxy_location="EveryNode",
-            http_options={
-                "host": config.ingress.host,
-                "port": config.ingress.port,
-                "request_timeout_s": config.ingress.limits.request_timeout_s,
-            },
+            proxy_location=PROXY_LOCATION,
+            http_options=http_options(config),
         )
     except RayError as error:
         # It would keep this port, and try to listen on it, for as long as the Ray cluster lives.

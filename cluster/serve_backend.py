@@ -156,7 +156,10 @@ async def _chosen(choice: AbstractAsyncContextManager[Any], ticket: Ticket, time
             return await entering
     except BaseException as error:
         ticket.release()
-        raise _as_ours(error) from error
+        ours = _as_ours(error)
+        if ours is error:
+            raise
+        raise ours from error
 
 
 async def _entered(choice: AbstractAsyncContextManager[Any]) -> Any:

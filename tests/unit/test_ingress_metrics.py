@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from scripted_engine import ManualClock
 
 from cluster.metrics import METRICS, IngressMetrics, Outcome, merge, outcome_of
 from replicas.contract import Delta, EngineStats, FinishReason, StepOutput
@@ -40,21 +41,15 @@ def value(text: bytes, name: str) -> float:
     return samples(text, name)[()]
 
 
-class Timer:
-    def __init__(self) -> None:
-        self.now = 5.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def timer() -> ManualClock:
+    clock = ManualClock()
+    clock.now = 5.0
+    return clock
 
 
 @pytest.fixture
-def timer() -> Timer:
-    return Timer()
-
-
-@pytest.fixture
-def metrics(timer: Timer) -> IngressMetrics:
+def metrics(timer: ManualClock) -> IngressMetrics:
     return IngressMetrics("i0", model_names=["tiny"], clock=timer)
 
 
@@ -90,7 +85,7 @@ def test_every_series_says_which_ingress_it_is_from(metrics: IngressMetrics) -> 
         assert all(sample.labels["ingress"] == "i0" for sample in family.samples)
 
 
-def test_a_request_is_timed_by_the_ingress_clock(metrics: IngressMetrics, timer: Timer) -> None:
+def test_a_request_is_timed_by_the_ingress_clock(metrics: IngressMetrics, timer: ManualClock) -> None:
     with metrics.track(CHAT) as request:
         request.model = "tiny"
         timer.now += 0.5

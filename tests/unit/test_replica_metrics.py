@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
+from scripted_engine import ManualClock
 
 from cluster import metrics as cluster_metrics
 from replicas.contract import Delta, EngineStats, FinishReason, StepOutput, StepTimeCoefficients
@@ -32,21 +33,13 @@ def values(metrics: ReplicaMetrics) -> dict[str, float]:
     return found
 
 
-class Timer:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+@pytest.fixture
+def timer() -> ManualClock:
+    return ManualClock()
 
 
 @pytest.fixture
-def timer() -> Timer:
-    return Timer()
-
-
-@pytest.fixture
-def metrics(timer: Timer) -> ReplicaMetrics:
+def metrics(timer: ManualClock) -> ReplicaMetrics:
     return ReplicaMetrics("tiny", "r0", timer)
 
 
@@ -110,7 +103,7 @@ def test_what_no_step_has_told_is_absent_rather_than_zero(metrics: ReplicaMetric
     assert not any(series.startswith("vllm:cache_config_info") for series in found)
 
 
-def test_gauges_and_counters_are_the_engines_own(metrics: ReplicaMetrics, timer: Timer) -> None:
+def test_gauges_and_counters_are_the_engines_own(metrics: ReplicaMetrics, timer: ManualClock) -> None:
     metrics.observe(step(num_running=2, num_waiting=1, num_blocks_total=8, num_blocks_used=2, prefix_hits_total=32), 100.0)
     timer.now = 103.0
     found = values(metrics)

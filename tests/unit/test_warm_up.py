@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from scripted_runner import make_request
 
 from replicas.contract import EngineInfo, StepTimeCoefficients
 from replicas.engine.engine import NativeEngine
@@ -10,7 +11,6 @@ from replicas.engine.step import StepPlan, StepResult
 from replicas.engine.warm_up import warm_up_plans
 from replicas.fake_engine import FakeRunner
 from replicas.step_time import StepTimeModel
-from tests.unit.scripted_runner import make_request
 
 
 def info(*, num_blocks: int = 1000, max_model_len: int = 4096, max_num_seqs: int = 64, budget: int = 512) -> EngineInfo:
