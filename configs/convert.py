@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from configs.reflect import Dial, Shape, dials_of
@@ -34,6 +35,8 @@ def to_mapping(config: AppConfig) -> dict[str, Any]:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return [_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return dict(value)
     if dataclasses.is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
     return value
@@ -66,6 +69,11 @@ def _read_dial(dial: Dial, value: object, path: str, faults: list[str]) -> Any:
             faults.append(f"{path}: this is not {dial.allowed}")
             return dial.default
         return tuple(_read_section(dial.type, item, f"{path}[{i}]", faults) for i, item in enumerate(value))
+    if dial.shape is Shape.MAPPING:
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            faults.append(f"{path}: {_shown(value)} is not {dial.allowed}")
+            return MappingProxyType({})
+        return MappingProxyType(dict(value))
     if fits(dial, value):
         return float(value) if dial.type is float else value  # type: ignore[arg-type]  # it fits: a number
     shown = "the value" if dial.name in _NEVER_SHOWN else _shown(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -21,6 +21,7 @@ class Shape(Enum):
     LEAF = "leaf"
     SECTION = "section"
     LIST = "list"  # of sections
+    MAPPING = "mapping"  # of free keys, whose meaning is somebody else's
 
 
 _WORDS: dict[type, str] = {bool: "true or false", int: "an integer", float: "a number", str: "text"}
@@ -47,6 +48,8 @@ class Dial:
             return "a section with " + ", ".join(dials_of(self.type))
         if self.shape is Shape.LIST:
             return "a list of {" + ", ".join(dials_of(self.type)) + "}"
+        if self.shape is Shape.MAPPING:
+            return "a mapping of names to values"
         if self.choices is not None:
             return "one of " + ", ".join(self.choices)
         words = _WORDS[self.type]
@@ -79,6 +82,8 @@ def _dial(field: dataclasses.Field[Any], hint: Any) -> Dial:
     shape = Shape.LEAF
     if typing.get_origin(hint) is tuple:
         shape, (hint, *_) = Shape.LIST, typing.get_args(hint)
+    elif typing.get_origin(hint) is Mapping:
+        shape = Shape.MAPPING
     elif dataclasses.is_dataclass(hint):
         shape = Shape.SECTION
     assert shape is not Shape.LEAF or hint in _WORDS, f"{field.name}: the loader reads no fields of type {hint}"
@@ -86,7 +91,7 @@ def _dial(field: dataclasses.Field[Any], hint: Any) -> Dial:
         name=field.name,
         shape=shape,
         type=hint,
-        default=None if shape is Shape.SECTION else field.default,
+        default=None if shape is Shape.SECTION else {} if shape is Shape.MAPPING else field.default,
         help=field.metadata.get("help", ""),
         minimum=field.metadata.get("minimum"),
         maximum=field.metadata.get("maximum"),
@@ -105,7 +110,7 @@ def _settings(section: type, prefix: str) -> Iterator[Setting]:
         if dial.shape is Shape.SECTION:
             yield from _settings(dial.type, f"{key}.")
             continue
-        type_name = "list" if dial.shape is Shape.LIST else dial.type.__name__
+        type_name = dial.type.__name__ if dial.shape is Shape.LEAF else dial.shape.value
         yield Setting(key, type_name, dial.default, dial.help, dial.allowed)
         if dial.shape is Shape.LIST:
             yield from _settings(dial.type, f"{key}[].")
@@ -127,6 +132,8 @@ def _dial_schema(dial: Dial) -> dict[str, Any]:
     if dial.shape is Shape.LIST:
         items = _section_schema(dial.type)
         return {"type": "array", "items": items, "default": list(dial.default), "description": dial.help}
+    if dial.shape is Shape.MAPPING:
+        return {"type": "object", "default": dict(dial.default), "description": dial.help}
     schema: dict[str, Any] = {"type": _JSON_TYPES[dial.type], "default": dial.default, "description": dial.help}
     limits = {"minimum": dial.minimum, "maximum": dial.maximum, "enum": dial.choices and list(dial.choices)}
     return schema | {word: limit for word, limit in limits.items() if limit is not None}

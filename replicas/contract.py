@@ -3,8 +3,9 @@
 An Engine turns token ids into token ids. It knows nothing of text, HTTP, Ray or other replicas. Stop *strings* are found
 where text exists (cluster/), which then calls `abort(..., reason=STOP)`. All times are seconds, all sizes say their unit.
 
-A step of any engine produces at most one StepOutput, handed to the `sink` that `start()` was given, from the engine's own
-thread. Sinks must not block.
+A step of any engine produces at most one StepOutput with deltas, handed to the `sink` that `start()` was given, from the
+engine's own thread. KV events may come in a StepOutput of their own, a little later than the tokens of the step that caused
+them. Sinks must not block.
 """
 
 from __future__ import annotations
@@ -24,6 +25,24 @@ class FinishReason(StrEnum):
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
+
+
+class GrammarKind(StrEnum):
+    """What an OutputGrammar's `spec` is written in."""
+
+    JSON_OBJECT = "json_object"  # any JSON object; `spec` is empty
+    JSON_SCHEMA = "json_schema"  # a JSON Schema as JSON text
+    REGEX = "regex"
+    CHOICE = "choice"  # a JSON array of strings, one of which is the answer
+    EBNF = "grammar"  # a context-free grammar
+
+
+@dataclass(frozen=True, slots=True)
+class OutputGrammar:
+    """What the text of an answer must match. Which kinds an engine enforces stands in `EngineInfo.grammars`."""
+
+    kind: GrammarKind
+    spec: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +68,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end-of-sequence ids
     ignore_eos: bool = False  # the model's end-of-sequence ids don't stop; `stop_token_ids` still do
     num_logprobs: int | None = None  # None: none; 0: the sampled token's only; k: top k as well
+    grammar: OutputGrammar | None = None  # only tokens that keep the answer within it may be drawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +78,7 @@ class GenerationRequest:
     `block_hashes` name the full blocks of `prompt_token_ids` (replicas.blocks, made with `hash_root`); the engine
     continues the chain over what it generates. The last `num_prior_output_tokens` of the prompt were generated elsewhere
     as this answer's beginning: they count for penalties, `min_tokens` and the position of the random draw, not for
-    `max_tokens`.
+    `max_tokens`. `adapter` is one of `EngineInfo.adapters`, or empty for the model itself; `hash_root` covers it.
     """
 
     request_id: str
@@ -68,6 +88,7 @@ class GenerationRequest:
     block_hashes: tuple[BlockHash, ...] = ()
     choice: int = 0
     num_prior_output_tokens: int = 0
+    adapter: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +177,10 @@ class EngineStats:
     prefix_queries_total: int = 0  # prompt tokens looked up (vLLM counts tokens)
     prefix_hits_total: int = 0  # of them, served from the cache
     preemptions_total: int = 0
+    drafts_total: int = 0  # sequences' steps in which draft tokens were verified
+    draft_tokens_total: int = 0
+    accepted_tokens_total: int = 0  # of the draft tokens
+    accepted_per_position_total: tuple[int, ...] = ()  # how often the first, second, ... draft token was accepted
     steps_total: int = 0
     step_time: StepTimeCoefficients | None = None
 
@@ -180,6 +205,8 @@ class EngineInfo:
     eos_token_ids: tuple[int, ...]
     max_num_batched_tokens: int  # the chunked-prefill budget of a step
     max_num_seqs: int
+    adapters: tuple[str, ...] = ()  # names of the LoRA adapters that a request may ask for
+    grammars: tuple[str, ...] = ()  # GrammarKind values that the engine enforces
 
 
 StepSink = Callable[[StepOutput], None]
@@ -204,6 +231,9 @@ class Engine(Protocol):
 
     def heartbeat_age_s(self) -> float:
         """Seconds since the engine last made progress; 0 while it has nothing to do."""
+
+    def failure(self) -> str | None:
+        """Why this engine will never serve again, as far as it knows; None while it may. Every request has ended then."""
 
     def clear_cache(self) -> None:
         """Forget all cached blocks that no running sequence uses; emits KVEvents(cleared or removed)."""

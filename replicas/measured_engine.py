@@ -40,6 +40,9 @@ class MeasuredEngine:
     def heartbeat_age_s(self) -> float:
         return self._engine.heartbeat_age_s()
 
+    def failure(self) -> str | None:
+        return self._engine.failure()
+
     def clear_cache(self) -> None:
         self._engine.clear_cache()
 

@@ -168,6 +168,9 @@ class NativeEngine:
         with self._wake:
             return self._clock() - self._progress_s if self._unfinished or self._failed else 0.0
 
+    def failure(self) -> str | None:
+        return "the engine's own books contradict each other" if self._failed else None
+
     def shutdown(self) -> None:
         with self._wake:
             self._stopping = True

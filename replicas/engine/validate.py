@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from replicas.blocks import hash_block, hash_blocks
 from replicas.contract import EngineInfo, GenerationRequest, SamplingParams
-from replicas.errors import ContextLengthError, RequestError
+from replicas.errors import ContextLengthError, RequestError, UnsupportedError
 
 # Inclusive. Sampling works in float32, where more extreme values overflow.
 _FLOAT_RANGES = (
@@ -36,6 +36,7 @@ def validate(request: GenerationRequest, info: EngineInfo) -> GenerationRequest:
     _check_int("choice", request.choice, 0, 2**31 - 1)
     _check_int("num_prior_output_tokens", request.num_prior_output_tokens, 0, len(request.prompt_token_ids) - 1)
     _check_sampling(request.sampling, request.num_prior_output_tokens, info)
+    _check_abilities(request, info)
     _check_length(request, info)
     return _with_block_hashes(request, info.block_size)
 
@@ -55,6 +56,14 @@ def _check_sampling(params: SamplingParams, num_prior_output_tokens: int, info: 
     _check_token_ids(tuple(token_id for token_id, _ in params.logit_bias), info.vocab_size, "logit_bias")
     for _, bias in params.logit_bias:
         _check_float("logit_bias", bias, -_MAX_BIAS, _MAX_BIAS)
+
+
+def _check_abilities(request: GenerationRequest, info: EngineInfo) -> None:
+    grammar = request.sampling.grammar
+    if grammar is not None and grammar.kind not in info.grammars:
+        raise UnsupportedError(f"this model's engine can't keep answers within a {grammar.kind}", param="response_format")
+    if request.adapter and request.adapter not in info.adapters:
+        raise UnsupportedError("this model's engine has no such adapter", param="model")
 
 
 def _check_length(request: GenerationRequest, info: EngineInfo) -> None:

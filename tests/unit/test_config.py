@@ -139,7 +139,7 @@ def test_a_missing_file_is_a_config_error(tmp_path):
         ("replicas.num_cpus=.nan", "replicas.num_cpus: nan is not a number"),
         ("replicas.num_cpus=.inf", "replicas.num_cpus: inf is not a number"),
         ("engine.prefix_caching=1", "engine.prefix_caching: 1 is not true or false"),
-        ("engine.kind=natve", "'natve' is not one of native, fake; did you mean native?"),
+        ("engine.kind=natve", "'natve' is not one of native, vllm, fake; did you mean native?"),
         ("engine.max_num_batched_tokens=8", "engine.max_num_batched_tokens: 8 is not an integer from 16 to 65536"),
         ("ingress.api_keys=alice", "ingress.api_keys: this is not a list of {name, sha256}"),
         ("ingress.api_keys=[{nme: a}]", "ingress.api_keys[0].nme: unknown key; did you mean ingress.api_keys[0].name?"),
