@@ -34,7 +34,7 @@ RAY_FILES = {
     "cluster/status.py",
     "cluster/__main__.py",
 }
-VLLM_FILES = {"replicas/vllm_engine.py"}
+VLLM_FILES = {"replicas/vllm_support/llm.py", "replicas/vllm_support/installed.py"}
 TORCH_FOLDER = "replicas/engine/"
 ENVIRONMENT_FILES = {"configs/load.py", "cluster/launch.py"}  # launch sets Ray's variables, before Ray is imported
 
@@ -45,6 +45,10 @@ PURE_FILES = {
     "replicas/contract.py",
     "replicas/errors.py",
     "replicas/step_time.py",
+    "replicas/vllm_support/kv_events.py",
+    "replicas/vllm_support/outputs.py",
+    "replicas/vllm_support/sampling.py",
+    "replicas/vllm_support/telemetry.py",
     "replicas/engine/step.py",
     "replicas/engine/sequence.py",
     "replicas/engine/scheduler.py",
