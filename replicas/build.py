@@ -45,4 +45,10 @@ def _fake(config: AppConfig, _: int) -> Engine:
     return build(config)
 
 
-_MAKERS: Mapping[str, Callable[[AppConfig, int], Engine]] = {"native": _native, "fake": _fake}
+def _vllm(config: AppConfig, replicas_on_node: int) -> Engine:
+    from replicas.vllm_support.start import build
+
+    return build(config, replicas_on_node)
+
+
+_MAKERS: Mapping[str, Callable[[AppConfig, int], Engine]] = {"native": _native, "vllm": _vllm, "fake": _fake}

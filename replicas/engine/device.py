@@ -42,6 +42,12 @@ def kv_cache_budget_bytes(device: torch.device, gpu_memory_share: float, replica
     return int(free_memory_bytes() * _CPU_KV_SHARE) // max(replicas_on_node, 1)
 
 
+def gpu_memory_bytes() -> int:
+    """Of one GPU, all of it."""
+    total: int = torch.cuda.mem_get_info()[1]
+    return total
+
+
 def free_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """What this process could still allocate: the machine's available memory, or its container's (cgroup v2) if less."""
     available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

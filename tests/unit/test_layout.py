@@ -36,7 +36,8 @@ RAY_FILES = {
 }
 VLLM_FILES = {"replicas/vllm_support/llm.py", "replicas/vllm_support/installed.py"}
 TORCH_FOLDER = "replicas/engine/"
-ENVIRONMENT_FILES = {"configs/load.py", "cluster/launch.py"}  # launch sets Ray's variables, before Ray is imported
+# The last two set Ray's and vLLM's variables, before those are imported.
+ENVIRONMENT_FILES = {"configs/load.py", "cluster/launch.py", "replicas/vllm_support/start.py"}
 
 # They decide: they take `now` as an argument and return a value, so that tests and simulations run them on any clock.
 PURE_FILES = {
@@ -46,6 +47,8 @@ PURE_FILES = {
     "replicas/errors.py",
     "replicas/step_time.py",
     "replicas/vllm_support/kv_events.py",
+    "replicas/vllm_support/memory.py",
+    "replicas/vllm_support/options.py",
     "replicas/vllm_support/outputs.py",
     "replicas/vllm_support/sampling.py",
     "replicas/vllm_support/telemetry.py",

@@ -1,0 +1,161 @@
+"""Starting vLLM for a fleet: check, prepare the model's files and the environment, start, warm up; or say why not."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from configs.schema import AppConfig, FleetConfig
+from replicas.blocks import chain_root
+from replicas.contract import EngineInfo, GenerationRequest, SamplingParams
+from replicas.errors import CapacityError, ConfigError, EngineError, TrieserveError
+from replicas.model_source import architecture, eos_token_ids, model_revision
+from replicas.vllm_engine import VllmEngine
+from replicas.vllm_support.installed import Installed, import_failure, require
+from replicas.vllm_support.memory import Demand, misfit
+from replicas.vllm_support.options import block_size, engine_arguments, environment, file_problems, key_of, problems
+from replicas.vllm_support.sampling import GRAMMARS
+
+logger = logging.getLogger(__name__)
+
+_CACHE = Path("~/.cache/trieserve/models").expanduser()
+_WARM_UP_TOKENS = 4
+
+
+def build(config: AppConfig, replicas_on_node: int) -> VllmEngine:
+    """vLLM as `config.engine` describes it, warm. Takes 40 s and more.
+
+    Raises ConfigError for what vLLM would refuse, with the key's name, CapacityError with what would fit.
+    """
+    installed = require(config.engine.device)
+    fleet = replace(config.fleets[0], engine=replace(config.engine, device=installed.device))
+    check(fleet)
+    plan = _plan(fleet, installed, replicas_on_node)
+    if plan.misfit is not None:
+        raise CapacityError(plan.misfit)
+    os.environ.update(environment(fleet, installed.device, os.environ))
+    sockets = Path(tempfile.mkdtemp(prefix="ts-vllm-"))
+    arguments = engine_arguments(
+        fleet, model=plan.model, device=installed.device, sockets=sockets, kv_cache_bytes=plan.kv_cache_bytes
+    )
+    adapters = {adapter.name: Path(adapter.source) for adapter in fleet.model.adapters}
+    try:
+        engine = _start(arguments, adapters, sockets, _info(fleet, installed.device), fleet.engine.max_queued_requests)
+        engine.warm_up(_warm_up_requests(engine.info))
+    except (ImportError, RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
+        raise _explained(error, fleet, plan) from error
+    return engine
+
+
+def check(fleet: FleetConfig) -> None:
+    """Raises ConfigError with everything in the configuration and the model's files that vLLM would refuse."""
+    faults = problems(fleet)
+    faults += [] if faults else file_problems(fleet)
+    if faults:
+        raise ConfigError("vLLM would refuse this configuration:\n" + "\n".join(f"  {fault}" for fault in faults))
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    model: Path
+    kv_cache_bytes: int
+    demand: Demand | None  # None for a model that we know too little of
+    misfit: str | None
+
+
+def _plan(fleet: FleetConfig, installed: Installed, replicas_on_node: int) -> _Plan:
+    from replicas.engine.device import choose_device, choose_dtype, free_memory_bytes, kv_cache_budget_bytes
+    from replicas.engine.export import model_directory
+
+    device = choose_device(installed.device)
+    dtype = choose_dtype(fleet.model.dtype, device)
+    model = model_directory(fleet.model, dtype, _CACHE)
+    kv_cache_bytes = fleet.engine.kv_cache_bytes
+    if device.type == "cpu" and not kv_cache_bytes:
+        kv_cache_bytes = kv_cache_budget_bytes(device, fleet.engine.gpu_memory_share, replicas_on_node)
+    options = fleet.engine.vllm
+    try:
+        shape = architecture(fleet.model)
+    except ConfigError:
+        return _Plan(model, kv_cache_bytes, None, None)
+    item_bytes = 1 if options.kv_cache_dtype.startswith("fp8") else dtype.itemsize
+    demand = Demand(
+        weight_bytes=sum(file.stat().st_size for file in model.glob("*.safetensors")),
+        kv_bytes_per_token=shape.kv_bytes_per_token(item_bytes),
+        num_tokens=fleet.model.max_model_len or shape.max_context_len,
+        kv_bytes=kv_cache_bytes,
+        num_devices=options.tensor_parallel_size * options.pipeline_parallel_size,
+    )
+    return _Plan(model, kv_cache_bytes, demand, misfit(demand, free_memory_bytes()) if device.type == "cpu" else None)
+
+
+def _start(
+    arguments: Mapping[str, Any], adapters: Mapping[str, Path], sockets: Path, info: EngineInfo, max_queued_requests: int
+) -> VllmEngine:
+    # vLLM reads the environment when it is imported.
+    from replicas.vllm_support.event_feed import EventFeed
+    from replicas.vllm_support.llm import Llm
+
+    make_feed: Callable[[], EventFeed] | None = None
+    if "kv_events_config" in arguments:
+        make_feed = partial(EventFeed, f"ipc://{sockets}/events", f"ipc://{sockets}/replay")
+    return VllmEngine(partial(Llm, arguments, adapters), make_feed, info, max_queued_requests=max_queued_requests)
+
+
+def _info(fleet: FleetConfig, device: str) -> EngineInfo:
+    """What vLLM decides itself (lengths, number of blocks, vocabulary) is filled in by the engine."""
+    return EngineInfo(
+        model_name=fleet.model.served_name,
+        model_revision=model_revision(fleet.model),
+        vocab_size=0,
+        max_model_len=fleet.model.max_model_len,
+        block_size=block_size(fleet, device),
+        num_blocks=0,
+        eos_token_ids=eos_token_ids(fleet.model),
+        max_num_batched_tokens=fleet.engine.max_num_batched_tokens,
+        max_num_seqs=fleet.engine.max_num_seqs,
+        adapters=tuple(adapter.name for adapter in fleet.model.adapters),
+        grammars=GRAMMARS,
+    )
+
+
+def _warm_up_requests(info: EngineInfo) -> list[GenerationRequest]:
+    """Prompts of one step and of less, and one for each adapter, which is loaded by its first request."""
+    longest = max(min(info.max_num_batched_tokens, info.max_model_len - _WARM_UP_TOKENS), 1)
+    lengths = [longest, max(longest // 4, 1), max(longest // 16, 1), 1]
+    root = chain_root(os.urandom(32))
+    params = SamplingParams(_WARM_UP_TOKENS, temperature=0.0, ignore_eos=True)
+    prompts = [(tuple((start + i) % info.vocab_size for i in range(length)), "") for start, length in enumerate(lengths)]
+    prompts += [((1,), adapter) for adapter in info.adapters]
+    return [
+        GenerationRequest(f"warm-up-{number}", prompt, params, root, adapter=adapter)
+        for number, (prompt, adapter) in enumerate(prompts)
+    ]
+
+
+def _explained(error: Exception, fleet: FleetConfig, plan: _Plan) -> TrieserveError:
+    """vLLM's core dies in a process of its own, and says why only in its log: most of the time for want of memory."""
+    if isinstance(error, ImportError) or "torchvision" in str(error):
+        return import_failure(error)
+    if "core initialization failed" in str(error).lower():
+        reason = None if plan.demand is None else misfit(plan.demand, _device_bytes(fleet))
+        if reason is not None:
+            return CapacityError(reason)
+        return EngineError("vLLM does not start; the reason stands above this in the log of the replica")
+    message = str(error).strip().partition("\n")[0]
+    key = key_of(str(error))
+    return ConfigError(f"{key}: vLLM refuses it: {message}" if key else f"vLLM refuses this configuration: {message}")
+
+
+def _device_bytes(fleet: FleetConfig) -> int:
+    from replicas.engine.device import free_memory_bytes, gpu_memory_bytes
+
+    if fleet.engine.device == "cpu":
+        return free_memory_bytes()
+    return int(gpu_memory_bytes() * fleet.engine.gpu_memory_share)
