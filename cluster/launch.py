@@ -10,6 +10,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -33,6 +34,9 @@ from configs.schema import AppConfig
 from replicas.errors import ConfigError
 
 console = Console(stderr=True)
+
+# One of our errors at the end of a traceback, with the lines of its message.
+_REASON = re.compile(r"^replicas\.errors\.\w+: ((?:.+\n?)(?:  .+\n?)*)", re.MULTILINE)
 
 _OBJECT_STORE_BYTES = 256 * 2**20
 _PROBE_TIMEOUT_S = 120.0
@@ -68,9 +72,20 @@ def deploy(config: AppConfig) -> None:
     """Deploy on the connected cluster and return once a real request was answered."""
     _start_serve(config)
     with console.status(f"starting {config.ingress.num} ingress(es) and {config.replicas.num} replica(s)"):
-        serve.run(build_app(to_mapping(config)), name=config.name, route_prefix="/", blocking=False)
+        try:
+            serve.run(build_app(to_mapping(config)), name=config.name, route_prefix="/", blocking=False)
+        except RuntimeError as error:
+            raise _start_failure(config, error) from error
     with console.status("waiting for a real answer"):
         _probe(config)
+
+
+def _start_failure(config: AppConfig, error: RuntimeError) -> ConfigError:
+    """Serve says which deployments failed, and keeps why in their status, as a traceback."""
+    app = serve.status().applications.get(config.name)
+    messages = [] if app is None else [app.message, *(deployment.message for deployment in app.deployments.values())]
+    reasons = [found[-1] for message in messages if (found := _REASON.findall(message or ""))]
+    return ConfigError(reasons[-1].strip() if reasons else f"the app does not start: {error}")
 
 
 def _start_serve(config: AppConfig) -> None:

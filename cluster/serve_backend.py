@@ -109,20 +109,14 @@ class ServeBackend:
 
     async def ready(self) -> int:
         """Replicas whose describe() answers now."""
-        try:
-            async with asyncio.timeout(_METRICS_TIMEOUT_S):
-                replies = await self._engine.broadcast("describe").results_async()
-        except (RayError, DeploymentUnavailableError, TimeoutError):
-            return 0
-        return len(replies)
+        return len(await _answers(self._engine, "describe"))
 
     async def metrics(self) -> dict[str, bytes | None]:
         found: dict[str, bytes | None] = {}
         for label, handle in (("engine", self._engine), ("ingress", self._own_handle())):
-            try:
-                async with asyncio.timeout(_METRICS_TIMEOUT_S):
-                    found.update(await handle.broadcast("metrics_text").results_async())
-            except (RayError, DeploymentUnavailableError, TimeoutError):
+            answers = await _answers(handle, "metrics_text")
+            found.update(answers)
+            if not answers:
                 found[label] = None
         return found
 
@@ -137,6 +131,16 @@ def _dispatched(replica: str, streams: Sequence[Any], ticket: Ticket) -> Dispatc
     if decision is not None and decision.ranking[0] != replica:
         decision = None  # Serve could not reach the first of the ranking; what was predicted doesn't hold here
     return Dispatched(replica, tuple(streams), ticket.first_token, decision, ticket.decide_s)
+
+
+async def _answers(handle: DeploymentHandle, method: str) -> list[Any]:
+    """What those replicas say that answer in time: one that is dying must not hide the others."""
+    try:
+        async with asyncio.timeout(_METRICS_TIMEOUT_S):
+            answers = await handle.broadcast(method).results_async(return_exceptions=True)
+    except (RayError, DeploymentUnavailableError, TimeoutError):
+        return []
+    return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 async def _quietly(work: Coroutine[Any, Any, Any]) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from configs.check import MIN_SECRET_CHARS, SECRET_FROM_ENVIRONMENT, is_loopback, problems
+from configs.check import SECRET_FROM_ENVIRONMENT, min_secret_chars, problems
 from configs.convert import read_app, to_mapping
 from configs.overrides import from_assignments, from_environment, merge, parse_yaml
 from configs.reflect import Setting, describe, json_schema
@@ -77,7 +77,7 @@ def resolve_secret(config: AppConfig) -> bytes:
     if text.startswith(SECRET_FROM_ENVIRONMENT):
         name = text.removeprefix(SECRET_FROM_ENVIRONMENT)
         text = os.environ.get(name, "")
-        min_chars = 1 if is_loopback(config.replicas.host) else MIN_SECRET_CHARS
+        min_chars = min_secret_chars(config)
         if len(text) < min_chars:
             raise ConfigError(
                 f"ingress.secret: the environment variable {name} "

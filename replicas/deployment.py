@@ -7,6 +7,7 @@ replica's own TCP socket (replicas.stream_server) to the ingresses, or, on the c
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import secrets
 import time
@@ -24,6 +25,11 @@ from replicas.metrics import ReplicaMetrics
 from replicas.metrics_http import serve_metrics
 from replicas.stream_hub import StreamHub
 from replicas.stream_server import StreamServer
+
+logger = logging.getLogger("ray.serve")
+
+_WATCH_PERIOD_S = 0.25
+_LAST_WORDS_S = 0.25  # for the errors of the streams to leave
 
 
 class EngineReplica:
@@ -45,6 +51,7 @@ class EngineReplica:
         host = self._config.replicas.host
         self._endpoint = await self._server.start(host)
         self._metrics_port, self._close_metrics = serve_metrics(self._metrics.registry, host)
+        self._watching = asyncio.ensure_future(self._leave_with_engine())
 
     # ---- the engine's thread hands over ----
 
@@ -71,6 +78,9 @@ class EngineReplica:
         }
 
     def check_health(self) -> None:
+        failure = self._engine.failure()
+        if failure is not None:
+            raise RuntimeError(failure)
         age_s = self._engine.heartbeat_age_s()
         if age_s > self._config.replicas.stalled_after_s:
             raise RuntimeError(f"the engine has work but made no step for {age_s:.0f} s")
@@ -78,6 +88,7 @@ class EngineReplica:
     async def __del__(self) -> None:
         """Serve calls this when every reserved slot is free again, or when `drain_timeout_s` is over."""
         if hasattr(self, "_server"):
+            self._watching.cancel()
             await self._server.drain()
             await self._server.close()
             await asyncio.to_thread(self._close_metrics)
@@ -86,6 +97,8 @@ class EngineReplica:
     # ---- what ingresses call ----
 
     async def describe(self) -> dict[str, Any]:
+        """Raises once the engine can't serve any more: who counts replicas counts those that answer."""
+        self.check_health()
         return self.record_replica_metadata()
 
     async def metrics_text(self) -> tuple[str, bytes]:
@@ -98,6 +111,18 @@ class EngineReplica:
 
     async def clear_cache(self) -> None:
         self._engine.clear_cache()
+
+    # ---- the engine's end ----
+
+    async def _leave_with_engine(self) -> None:
+        """Serve replaces a replica after three failed health checks, but one whose process has gone at its next look, and
+        its routers leave it out at once. Nothing is lost by going: each stream has had its error, and the cache is gone."""
+        while (failure := self._engine.failure()) is None:
+            await asyncio.sleep(_WATCH_PERIOD_S)
+        logger.error("this replica ends: %s", failure)
+        await asyncio.sleep(_LAST_WORDS_S)
+        await self._server.close()
+        os._exit(1)
 
     # ---- Serve's slots ----
 

@@ -326,6 +326,7 @@ class VllmEngine:
 
     async def _reset_for_start(self, model: StepTimeModel) -> None:
         await self._clear()
+        self._translator.renumber()
         self._sink = _drop
         self._telemetry = Telemetry(self._info.num_blocks, model)
         self._stats = self._telemetry.stats(0)

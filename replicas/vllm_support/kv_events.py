@@ -140,6 +140,10 @@ class KvEventTranslator:
         self._num_clears_told += 1
         return self._forget_and_tell() if self._num_clears_seen < self._num_clears_told else None
 
+    def renumber(self) -> None:
+        """The next KVEvents is number 1 again: who gets it has heard nothing before."""
+        self._sequence = 0
+
     def _store(self, event: BlockStored, held_before: dict[BlockHash, bool]) -> None:
         if not self._concerns_us(event):
             return

@@ -251,9 +251,7 @@ def _shape_problems(fleet: FleetConfig, config: Mapping[str, Any]) -> list[str]:
         found.append(f"model.max_model_len: {fleet.model.max_model_len}, but the model can take {longest}")
     own = (config.get("quantization_config") or {}).get("quant_method")
     if own and options.quantization and own not in options.quantization:
-        found.append(
-            f"engine.vllm.quantization: {options.quantization}, but the checkpoint says {own}; leave it out"
-        )
+        found.append(f"engine.vllm.quantization: {options.quantization}, but the checkpoint says {own}; leave it out")
     if options.speculative.method in _NEEDS_MODEL and options.speculative.model:
         found += _head_problems(Path(options.speculative.model), config)
     return found

@@ -186,7 +186,7 @@ def test_a_configuration_builds_it_with_the_models_own_facts(config: AppConfig) 
 
 
 def test_an_unknown_kind_of_engine_is_a_configuration_error(config: AppConfig) -> None:
-    with pytest.raises(ConfigError, match="native, fake"):
+    with pytest.raises(ConfigError, match="native, vllm, fake"):
         build_engine(replace(config, engine=replace(config.engine, kind="other")))
 
 
