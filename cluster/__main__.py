@@ -30,6 +30,7 @@ def parser() -> argparse.ArgumentParser:
     with_config("up", "start the app and serve; on RAY_ADDRESS's cluster if set, else on one of its own until Ctrl-C")
     check = with_config("check", "check a configuration and say what it needs, without starting anything")
     check.add_argument("--explain", action="store_true", help="list every key with its meaning, default and limits")
+    check.add_argument("--strict", action="store_true", help="a path that isn't on this machine is a fault, not a note")
     build = with_config("build", "write a Ray Serve config file for `serve deploy`")
     build.add_argument("-o", "--output", default="-", help="file to write; - is standard output")
 
@@ -91,7 +92,7 @@ def _hash_key(_arguments: argparse.Namespace) -> int:
 
 _COMMANDS: dict[str, Command] = {
     "up": _with_config("cluster.launch", "up"),
-    "check": _with_config("cluster.check", "check", "explain"),
+    "check": _with_config("cluster.check", "check", "explain", "strict"),
     "build": _with_config("cluster.build_config", "build", "output"),
     "status": _status,
     "hash-key": _hash_key,

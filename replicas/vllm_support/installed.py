@@ -162,6 +162,12 @@ def argument_names() -> frozenset[str]:
     return frozenset(field.name for field in dataclasses.fields(arg_utils.AsyncEngineArgs))
 
 
+def make_engine_config(arguments: Mapping[str, Any]) -> None:
+    """Have vLLM check arguments of AsyncEngineArgs; imports it, and takes seconds. Raises what vLLM raises."""
+    arg_utils = importlib.import_module("vllm.engine.arg_utils")
+    arg_utils.AsyncEngineArgs(**arguments).create_engine_config()
+
+
 def _members(found: Any) -> set[str]:
     """Parameters, and for a class its fields as well, inherited ones too."""
     members = set(getattr(found, "__struct_fields__", ()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,8 @@ _OURS: Mapping[str, str] = {
     "skip_tokenizer_init": "",
     "data_parallel_size": "replicas.num",
 }
+# Names of arguments that say nothing where they stand in a sentence.
+_EVERYDAY_WORDS = frozenset({"model", "tokenizer"})
 
 
 def engine_arguments(fleet: FleetConfig, *, model: Path, device: str, sockets: Path, kv_cache_bytes: int) -> dict[str, Any]:
@@ -136,9 +139,13 @@ def block_size(fleet: FleetConfig, device: str) -> int:
 
 
 def key_of(message: str) -> str:
-    """The key that sets what a message of vLLM's is about, as far as it names an argument; empty if it doesn't."""
-    names = sorted((name for name, key in _OURS.items() if key), key=len, reverse=True)
-    return next((_OURS[name] for name in names if name in message), "")
+    """The key that sets what a message of vLLM's is about, as far as it names an argument; empty if it doesn't.
+
+    vLLM writes `max_model_len`, `--max-model-len` and "max model len" alike. The longest name counts: of two it is the one
+    that says more.
+    """
+    names = sorted((name for name, key in _OURS.items() if key and name not in _EVERYDAY_WORDS), key=len, reverse=True)
+    return next((_OURS[name] for name in names if re.search(rf"\b{name.replace('_', '[ _-]')}\b", message.lower())), "")
 
 
 def problems(fleet: FleetConfig, known_arguments: Collection[str] | None = None) -> list[str]:

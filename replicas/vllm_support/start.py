@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from replicas.contract import EngineInfo, GenerationRequest, SamplingParams
 from replicas.errors import CapacityError, ConfigError, EngineError, TrieserveError
 from replicas.model_source import architecture, eos_token_ids, model_revision
 from replicas.vllm_engine import VllmEngine
-from replicas.vllm_support.installed import Installed, import_failure, require
+from replicas.vllm_support.installed import Installed, import_failure, make_engine_config, require
 from replicas.vllm_support.memory import Demand, misfit
 from replicas.vllm_support.options import block_size, engine_arguments, environment, file_problems, key_of, problems
 from replicas.vllm_support.sampling import GRAMMARS
@@ -26,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 _CACHE = Path("~/.cache/trieserve/models").expanduser()
 _WARM_UP_TOKENS = 4
+# What vLLM raises for arguments that it doesn't take; pydantic's errors are ValueErrors.
+_REFUSALS = (ImportError, RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError)
+_PYDANTIC = re.compile(r"^  (?:Value error, |Assertion failed, )?(.+?) \[type=", re.MULTILINE)
 
 
 def build(config: AppConfig, replicas_on_node: int) -> VllmEngine:
@@ -48,7 +52,7 @@ def build(config: AppConfig, replicas_on_node: int) -> VllmEngine:
     try:
         engine = _start(arguments, adapters, sockets, _info(fleet, installed.device), fleet.engine.max_queued_requests)
         engine.warm_up(_warm_up_requests(engine.info))
-    except (ImportError, RuntimeError, ValueError, TypeError, AssertionError, NotImplementedError) as error:
+    except _REFUSALS as error:
         raise _explained(error, fleet, plan) from error
     return engine
 
@@ -59,6 +63,20 @@ def check(fleet: FleetConfig) -> None:
     faults += [] if faults else file_problems(fleet)
     if faults:
         raise ConfigError("vLLM would refuse this configuration:\n" + "\n".join(f"  {fault}" for fault in faults))
+
+
+def refusal(fleet: FleetConfig, device: str, model: Path) -> str | None:
+    """What vLLM itself says against the configuration of `model`, a directory of safetensors; None if nothing.
+
+    Starts nothing, but imports vLLM and lets it set variables of this process's environment.
+    """
+    os.environ.update(environment(fleet, device, os.environ))
+    arguments = engine_arguments(fleet, model=model, device=device, sockets=Path(), kv_cache_bytes=fleet.engine.kv_cache_bytes)
+    try:
+        make_engine_config({name: value for name, value in arguments.items() if name != "kv_events_config"})
+    except _REFUSALS as error:
+        return import_failure(error).message if _is_import_failure(error) else _refused(error)
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +159,27 @@ def _warm_up_requests(info: EngineInfo) -> list[GenerationRequest]:
 
 def _explained(error: Exception, fleet: FleetConfig, plan: _Plan) -> TrieserveError:
     """vLLM's core dies in a process of its own, and says why only in its log: most of the time for want of memory."""
-    if isinstance(error, ImportError) or "torchvision" in str(error):
+    if _is_import_failure(error):
         return import_failure(error)
     if "core initialization failed" in str(error).lower():
         reason = None if plan.demand is None else misfit(plan.demand, _device_bytes(fleet))
         if reason is not None:
             return CapacityError(reason)
         return EngineError("vLLM does not start; the reason stands above this in the log of the replica")
-    message = str(error).strip().partition("\n")[0]
-    key = key_of(str(error))
-    return ConfigError(f"{key}: vLLM refuses it: {message}" if key else f"vLLM refuses this configuration: {message}")
+    return ConfigError(_refused(error))
+
+
+def _is_import_failure(error: Exception) -> bool:
+    return isinstance(error, ImportError) or "torchvision" in str(error)
+
+
+def _refused(error: Exception) -> str:
+    """pydantic repeats all arguments after what is wrong with one of them, so the key is looked for in the words alone."""
+    text = str(error).strip()
+    found = _PYDANTIC.search(text)
+    words = found.group(1) if found else text.partition("\n")[0]
+    key = key_of(words)
+    return f"{key}: vLLM refuses it: {words}" if key else f"engine: vLLM refuses this: {words}"
 
 
 def _device_bytes(fleet: FleetConfig) -> int:

@@ -10,6 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from configs.check import warnings
 from configs.load import describe, from_mapping, from_part, json_schema, load, resolve_secret, to_mapping
 from configs.reflect import Dial, Shape, dials_of
 from configs.schema import ApiKey, AppConfig
@@ -201,6 +202,21 @@ def test_a_refusal_never_shows_a_secret_or_a_key(mapping):
         ({"engine": {"max_num_batched_tokens": 63}}, "engine.max_num_batched_tokens"),
         ({"model": {"source": "builtin:other"}}, "model.source"),
         ({"model": {"served_name": " "}}, "model.served_name"),
+        ({"engine": {"kind": "vllm", "device": "cuda"}}, "replicas.num_gpus"),
+        ({"model": {"adapters": [{"source": "a"}]}}, "model.adapters[0].name"),
+        ({"model": {"adapters": [{"name": "a"}]}}, "model.adapters[0].source"),
+        ({"more_fleets": [{"engine": {"max_num_seqs": 1024}}]}, "more_fleets[0].engine.max_num_batched_tokens"),
+        ({"more_fleets": [{"model": {"served_name": ""}}]}, "more_fleets[0].model.served_name"),
+        ({"more_fleets": [{}]}, "more_fleets[0].model.served_name"),
+        ({"more_fleets": [{"replicas": {"host": "10.0.0.1"}}]}, "more_fleets[0].replicas.host"),
+        (
+            {"model": {"adapters": [{"name": "a", "source": "x"}, {"name": "a", "source": "y"}]}},
+            "model.adapters[1].name",
+        ),
+        (
+            {"model": {"served_name": "a"}, "more_fleets": [{"model": {"adapters": [{"name": "a", "source": "x"}]}}]},
+            "more_fleets[0].model.adapters[0].name",
+        ),
         ({"name": ""}, "name"),
     ],
 )
@@ -219,10 +235,22 @@ def test_fields_that_do_not_fit_together_are_refused(mapping, key):
         {"replicas": {"host": "10.0.0.1"}, "ingress": {"secret": "sixteen or more characters"}},
         {"replicas": {"host": "10.0.0.1"}, "ingress": {"secret": "env:TRIESERVE_SECRET"}},
         {"engine": {"device": "cuda"}, "replicas": {"num_gpus": 0.5}},
+        {"model": {"served_name": "a"}, "more_fleets": [{"model": {"served_name": "b"}, "engine": {"kind": "vllm"}}]},
     ],
 )
 def test_fields_that_fit_together_are_accepted(mapping):
     from_mapping(mapping)
+
+
+def test_what_an_engine_does_not_read_is_remarked_upon_and_not_refused():
+    """`engine.kind=native` on the command line, to compare, must not need another file."""
+    fleet = {
+        "model": {"served_name": "b", "adapters": [{"name": "c", "source": "x"}]},
+        "engine": {"vllm": {"enforce_eager": True}},
+    }
+    found = warnings(from_mapping({"more_fleets": [fleet]}))
+    assert [line.split(":")[0] for line in found] == ["more_fleets[0].model.adapters", "more_fleets[0].engine.vllm"]
+    assert warnings(from_mapping({"more_fleets": [{**fleet, "engine": {**fleet["engine"], "kind": "vllm"}}]})) == []
 
 
 def test_a_part_of_a_checked_configuration_is_not_judged_for_what_it_lacks():
@@ -251,7 +279,8 @@ def test_a_secret_comes_from_the_file_or_from_the_variable_it_names(monkeypatch)
 def test_a_variable_too_weak_for_an_open_socket_is_refused(monkeypatch, value):
     if value is not None:
         monkeypatch.setenv("TRIESERVE_SECRET", value)
-    config = from_mapping({"replicas": {"host": "10.0.0.1"}, "ingress": {"secret": "env:TRIESERVE_SECRET"}})
+    fleets = [{"model": {"served_name": "b"}, "replicas": {"host": "10.0.0.1"}}]
+    config = from_mapping({"more_fleets": fleets, "ingress": {"secret": "env:TRIESERVE_SECRET"}})
     with pytest.raises(ConfigError, match="TRIESERVE_SECRET"):
         resolve_secret(config)
 
@@ -307,6 +336,16 @@ def test_the_json_schema_has_the_same_keys_and_limits_as_the_loader():
     assert replicas["properties"]["num"]["maximum"] == 4096
     assert schema["properties"]["engine"]["properties"]["device"]["enum"] == ["auto", "cpu", "cuda"]
     assert json.loads(json.dumps(schema)) == schema
+
+
+def test_several_fleets_with_adapters_and_arguments_survive_the_round_trip():
+    fleet = {
+        "model": {"served_name": "b", "adapters": [{"name": "c", "source": "x"}]},
+        "engine": {"kind": "vllm", "vllm": {"speculative": {"method": "ngram"}, "args": {"swap_space": [1, {"a": None}]}}},
+    }
+    config = from_mapping({"more_fleets": [fleet]})
+    assert [fleet.model.served_name for fleet in config.fleets] == ["smollm2-135m-instruct", "b"]
+    assert from_mapping(json.loads(json.dumps(to_mapping(config)))) == config
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
