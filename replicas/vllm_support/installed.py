@@ -83,6 +83,7 @@ SURFACE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "vllm.v1.engine.async_llm": {
         "AsyncLLM.from_vllm_config": ("vllm_config", "stat_loggers", "disable_log_stats"),
         "AsyncLLM.generate": ("prompt", "sampling_params", "request_id", "lora_request"),
+        "AsyncLLM": ("vllm_config", "engine_core"),
         "AsyncLLM.reset_prefix_cache": (),
         "AsyncLLM.is_paused": (),
         "AsyncLLM.errored": (),
@@ -114,17 +115,29 @@ SURFACE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "PrefixCacheStats": ("queries", "hits"),
         "RequestStateStats": ("queued_ts", "scheduled_ts"),
-        "IterationStats": (),
+        "IterationStats": ("num_preempted_reqs",),
     },
     "vllm.v1.spec_decode.metrics": {
         "SpecDecodingStats": ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_accepted_tokens_per_pos"),
     },
+    "vllm.v1.engine.core_client": {"MPClient": ("resources",), "BackgroundResources": ("engine_manager",)},
+    "vllm.v1.engine.utils": {"CoreEngineProcManager": ("processes",)},
+    "vllm.config": {
+        "VllmConfig": ("cache_config", "model_config", "scheduler_config"),
+        "CacheConfig": ("num_gpu_blocks", "block_size"),
+        "ModelConfig": ("max_model_len", "get_vocab_size"),
+        "SchedulerConfig": ("max_num_batched_tokens", "max_num_seqs"),
+    },
+    "vllm.logprobs": {"Logprob": ("logprob", "rank")},
     "vllm.lora.request": {"LoRARequest": ("lora_name", "lora_int_id", "lora_path")},
     "vllm.config.kv_events": {
         "KVEventsConfig": ("enable_kv_cache_events", "publisher", "endpoint", "replay_endpoint"),
     },
     "vllm.distributed.kv_events": {
-        "BlockStored": ("block_hashes", "parent_block_hash", "token_ids", "block_size", "extra_keys", "medium", "group_idx"),
+        "BlockStored": (
+            *("block_hashes", "parent_block_hash", "token_ids", "block_size", "extra_keys", "medium", "group_idx"),
+            "kv_cache_spec_kind",
+        ),
         "BlockRemoved": ("block_hashes", "medium", "group_idx"),
         "AllBlocksCleared": (),
         "EventBatch": ("ts", "events"),
@@ -169,10 +182,12 @@ def make_engine_config(arguments: Mapping[str, Any]) -> None:
 
 
 def _members(found: Any) -> set[str]:
-    """Parameters, and for a class its fields as well, inherited ones too."""
-    members = set(getattr(found, "__struct_fields__", ()))
+    """Parameters, and for a class its fields and methods as well, and what its constructor sets."""
+    members = {*dir(found), *getattr(found, "__struct_fields__", ())}
     if dataclasses.is_dataclass(found):
         members |= {field.name for field in dataclasses.fields(found)}
+    if inspect.isclass(found) and inspect.isfunction(found.__init__):
+        members |= set(found.__init__.__code__.co_names)
     try:
         members |= set(inspect.signature(found).parameters)
     except (TypeError, ValueError):

@@ -29,6 +29,18 @@ _QUANTIZATIONS = (
     *("moe_wna16", "torchao", "inc", "mxfp4", "gpt_oss_mxfp4", "deepseek_v4_fp8", "online", "fp8_per_tensor"),
     *("fp8_per_block", "fp8_per_channel", "int8_per_channel_weight_only", "nvfp4_per_token", "mxfp8"),
 )
+_DEPRECATED_QUANTIZATIONS = frozenset({"fbgemm_fp8", "fp_quant"})
+# Of an adapter_config.json: what changes the computation and is none of vLLM's (lora/peft_helper.py), with its absence.
+_LORA_FEATURES: Mapping[str, tuple[Any, ...]] = {
+    "use_dora": (False, None),
+    "bias": ("none", None),
+    "lora_bias": (False, None),
+    "modules_to_save": (None, []),
+    "layer_replication": (None, []),
+    "alora_invocation_tokens": (None, []),
+    "use_qalora": (False, None),
+    "use_bdlora": (None, {}),
+}
 # Arguments that have a key of their own, or that the engine depends on.
 _OURS: Mapping[str, str] = {
     "model": "model.source",
@@ -48,11 +60,15 @@ _OURS: Mapping[str, str] = {
     "quantization": "engine.vllm.quantization",
     "kv_cache_dtype": "engine.vllm.kv_cache_dtype",
     "speculative_config": "engine.vllm.speculative",
+    "spec_method": "engine.vllm.speculative.method",
+    "spec_model": "engine.vllm.speculative.model",
+    "spec_tokens": "engine.vllm.speculative.num_tokens",
     "enforce_eager": "engine.vllm.enforce_eager",
     "enable_lora": "model.adapters",
     "max_loras": "model.adapters",
     "max_lora_rank": "model.adapters",
     "kv_events_config": "",
+    "prefix_caching_hash_algo": "",
     "disable_log_stats": "",
     "enable_logging_iteration_details": "",
     "max_logprobs": "",
@@ -164,6 +180,8 @@ def problems(fleet: FleetConfig, known_arguments: Collection[str] | None = None)
 def file_problems(fleet: FleetConfig) -> list[str]:
     """What vLLM would refuse once it has read the files of the model, its heads and adapters. They must be there."""
     found = _shape_problems(fleet, _model_config(fleet))
+    if resolve(fleet.model).kind == "gguf" and architecture(fleet.model).rope.divisors is not None:
+        found.append("model.source: this GGUF scales rotary positions, which can't be written for vLLM; give a directory")
     for index, adapter in enumerate(fleet.model.adapters):
         found += [f"model.adapters[{index}].source: {problem}" for problem in _adapter_problems(Path(adapter.source))]
     return found
@@ -181,6 +199,11 @@ def _batch_problems(fleet: FleetConfig) -> list[str]:
     quantization = engine.vllm.quantization
     if quantization and quantization not in _QUANTIZATIONS:
         found.append(f"engine.vllm.quantization: {quantization!r} is none of vLLM's{_nearest(quantization, _QUANTIZATIONS)}")
+    if quantization in _DEPRECATED_QUANTIZATIONS and not engine.vllm.args.get("allow_deprecated_quantization"):
+        found.append(
+            f"engine.vllm.quantization: vLLM is about to drop {quantization}, and wants "
+            "engine.vllm.args.allow_deprecated_quantization: true"
+        )
     return found
 
 
@@ -202,7 +225,7 @@ def _device_problems(fleet: FleetConfig) -> list[str]:
         if size % _CPU_BLOCK_SIZE:
             found.append(f"engine.vllm.block_size: {size} is no multiple of {_CPU_BLOCK_SIZE}, as vLLM needs it on a CPU")
         if options.kv_cache_dtype.startswith("fp8"):
-            found.append(f"engine.vllm.kv_cache_dtype: {options.kv_cache_dtype} needs a GPU")
+            found.append(f"engine.vllm.kv_cache_dtype: {options.kv_cache_dtype} is for GPUs")
     return found
 
 
@@ -212,8 +235,13 @@ def _speculative_problems(fleet: FleetConfig) -> list[str]:
         found.append(f"engine.vllm.speculative.model: {speculative.method} needs a directory")
     if speculative.model and speculative.method not in _NEEDS_MODEL:
         found.append(f"engine.vllm.speculative.model: {speculative.method or 'no method'} has no use for one")
-    if speculative.method in ("draft_model", "ngram") and fleet.engine.vllm.pipeline_parallel_size > 1:
-        found.append(f"engine.vllm.speculative.method: {speculative.method} doesn't work with pipeline_parallel_size > 1")
+    # Each sequence of a step may bring all its draft tokens (vLLM demands it with LoRA alone).
+    batch, num_seqs = fleet.engine.max_num_batched_tokens, fleet.engine.max_num_seqs
+    if speculative.method and fleet.model.adapters and batch < num_seqs * (speculative.num_tokens + 1):
+        found.append(
+            f"engine.max_num_batched_tokens: {batch} is less than max_num_seqs ({num_seqs}) times one more than "
+            f"engine.vllm.speculative.num_tokens ({speculative.num_tokens}), which vLLM demands with adapters"
+        )
     return found
 
 
@@ -249,8 +277,11 @@ def _model_config(fleet: FleetConfig) -> Mapping[str, Any]:
 def _shape_problems(fleet: FleetConfig, config: Mapping[str, Any]) -> list[str]:
     found, options = [], fleet.engine.vllm
     num_heads, num_layers = config.get("num_attention_heads", 0), config.get("num_hidden_layers", 0)
-    if num_heads and num_heads % options.tensor_parallel_size:
-        found.append(f"engine.vllm.tensor_parallel_size: {options.tensor_parallel_size} doesn't divide {num_heads} heads")
+    num_kv_heads, parallel = config.get("num_key_value_heads") or num_heads, options.tensor_parallel_size
+    if num_heads and num_heads % parallel:
+        found.append(f"engine.vllm.tensor_parallel_size: {parallel} doesn't divide {num_heads} attention heads")
+    elif num_kv_heads and num_kv_heads % parallel and parallel % num_kv_heads:
+        found.append(f"engine.vllm.tensor_parallel_size: {num_kv_heads} KV heads can't be shared by {parallel}")
     if num_layers and options.pipeline_parallel_size > num_layers:
         found.append(f"engine.vllm.pipeline_parallel_size: {options.pipeline_parallel_size} for {num_layers} layers")
     longest = config.get("max_position_embeddings", 0)
@@ -286,18 +317,19 @@ def _adapter_problems(source: Path) -> list[str]:
     config = read_json(source / "adapter_config.json")
     if config.get("peft_type") != "LORA":
         return [f"its peft_type is {config.get('peft_type')!r}, not LORA"]
-    rank = config.get("r")
-    if not isinstance(rank, int) or not 1 <= rank <= max(_LORA_RANKS):
-        return [f"its rank is {rank!r}, not a number up to {max(_LORA_RANKS)}"]
-    return []
+    ranks = [config.get("r"), *(config.get("rank_pattern") or {}).values()]
+    if not all(isinstance(rank, int) and 1 <= rank <= max(_LORA_RANKS) for rank in ranks):
+        return [f"its rank is {config.get('r')!r}, not a number up to {max(_LORA_RANKS)}, here or in rank_pattern"]
+    return [f"vLLM computes no {name}" for name, absent in _LORA_FEATURES.items() if config.get(name) not in absent]
 
 
 def _rank(source: Path) -> int:
     problem = next(iter(_adapter_problems(source)), None)
     if problem is not None:
         raise ConfigError(f"model.adapters: {problem}")
-    rank: int = read_json(source / "adapter_config.json")["r"]
-    return rank
+    config = read_json(source / "adapter_config.json")
+    ranks: list[int] = [config["r"], *(config.get("rank_pattern") or {}).values()]
+    return max(ranks)
 
 
 def _speculative(fleet: FleetConfig) -> dict[str, Any]:
