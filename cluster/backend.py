@@ -50,10 +50,10 @@ class Backend(Protocol):
         """
 
     def info(self) -> EngineInfo:
-        """The engine's facts; the same for all replicas of an app."""
+        """The engine's facts; the same for all replicas of a fleet. Raises NoReplicaError until one was heard of."""
 
     async def ready(self) -> int:
         """Replicas that can take a request now."""
 
     async def metrics(self) -> dict[str, bytes | None]:
-        """Source -> exposition of every replica and ingress; None where one didn't answer."""
+        """Source -> exposition of every replica; None where one didn't answer."""

@@ -190,7 +190,8 @@ class ChoiceText:
 def _raise_if_failed(delta: Delta, replica: str | None) -> None:
     """ABORT that we didn't ask for is a replica going away; a stream must never end cleanly for that."""
     if delta.error is not None:
-        error: TrieserveError = rebuild(delta.error.name, delta.error.message, delta.error.param, delta.error.code)
+        info = delta.error
+        error: TrieserveError = rebuild(info.name, info.message, info.param, info.code, info.retry_after_s)
         raise error
     if delta.finish_reason is FinishReason.ABORT:
         raise ReplicaLostError("the replica stopped before the answer was complete", replica=replica)

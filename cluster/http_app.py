@@ -24,14 +24,23 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cluster.answer import GenerationResponse
 from cluster.auth import Authenticator
-from cluster.backend import Backend, Dispatched
+from cluster.backend import Dispatched
+from cluster.catalog import Catalog, Entry
 from cluster.generate import Generation
 from cluster.metrics import IngressMetrics, Outcome, merge
 from cluster.openai_api import Kind
 from cluster.openai_errors import error_body, error_headers
 from cluster.prepare import Preparer
 from configs.schema import AppConfig
-from replicas.errors import EngineError, NotFoundError, PayloadTooLarge, RequestError, SlowRequestError, TrieserveError
+from replicas.errors import (
+    EngineError,
+    NoReplicaError,
+    NotFoundError,
+    PayloadTooLarge,
+    RequestError,
+    SlowRequestError,
+    TrieserveError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +68,9 @@ class RouteSpec:
 class Api:
     """The handlers. What a request becomes is cluster.prepare's, how it is answered cluster.answer's."""
 
-    def __init__(self, config: AppConfig, backend: Backend, preparer: Preparer, metrics: IngressMetrics, auth: Authenticator):
+    def __init__(self, config: AppConfig, catalog: Catalog, preparer: Preparer, metrics: IngressMetrics, auth: Authenticator):
         self.config = config
-        self.backend = backend
+        self.catalog = catalog
         self.preparer = preparer
         self.metrics = metrics
         self.auth = auth
@@ -117,37 +126,48 @@ class Api:
         return JsonResponse(await self.preparer.detokenize(body))
 
     async def models(self, _request: Request) -> ASGIApp:
-        return JsonResponse({"object": "list", "data": [self._model()]})
+        return JsonResponse({"object": "list", "data": [self._model(entry) for entry in self.catalog.listed()]})
 
     async def model(self, request: Request) -> ASGIApp:
-        if request.path_params["model"] != self.config.model.served_name:
-            raise NotFoundError("the model does not exist", param="model", code="model_not_found")
-        return JsonResponse(self._model())
+        return JsonResponse(self._model(self.catalog.find(request.path_params["model"])))
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, entry: Entry) -> dict[str, Any]:
+        """`max_model_len` is null as long as no replica of the model was heard of."""
+        try:
+            max_model_len = entry.fleet.backend.info().max_model_len
+        except NoReplicaError:
+            max_model_len = None
         return {
-            "id": self.config.model.served_name,
+            "id": entry.name,
             "object": "model",
             "created": self._created,
             "owned_by": "trieserve",
-            "root": self.config.model.served_name,
-            "parent": None,
-            "max_model_len": self.backend.info().max_model_len,
+            "root": entry.name,
+            "parent": None if entry.adapter is None else entry.fleet.name,
+            "max_model_len": max_model_len,
         }
 
     async def health(self, _request: Request) -> ASGIApp:
         return JsonResponse({"status": "ok"})
 
     async def ready(self, _request: Request) -> ASGIApp:
-        num_ready = await self.backend.ready()
-        body = {"ready": num_ready > 0, "replicas_ready": num_ready, "replicas_wanted": self.config.replicas.num}
-        return JsonResponse(body, status_code=200 if num_ready else 503)
+        """An app is ready when each of its models has a replica."""
+        ready = await self.catalog.ready()
+        wanted = {fleet.name: fleet.config.replicas.num for fleet in self.catalog.fleets}
+        is_ready = all(ready.values())
+        body = {
+            "ready": is_ready,
+            "replicas_ready": sum(ready.values()),
+            "replicas_wanted": sum(wanted.values()),
+            "models": {name: {"replicas_ready": ready[name], "replicas_wanted": wanted[name]} for name in wanted},
+        }
+        return JsonResponse(body, status_code=200 if is_ready else 503)
 
     async def version(self, _request: Request) -> ASGIApp:
         return JsonResponse({"version": package_version()})
 
     async def metrics_page(self, _request: Request) -> ASGIApp:
-        text = merge(await self.backend.metrics())
+        text = merge(await self.catalog.metrics())
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 

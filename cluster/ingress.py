@@ -1,4 +1,4 @@
-"""The ingress deployment: HTTP in, the router and the token client inside, and this process's part of the metrics.
+"""The ingress deployment: HTTP in, the routers and the token client inside, and this process's part of the metrics.
 
 Which routes there are and what they answer is cluster.http_app's; this file only ties it to Ray Serve.
 """
@@ -6,7 +6,6 @@ Which routes there are and what they answer is cluster.http_app's; this file onl
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
 import time
 from collections.abc import Mapping
@@ -17,15 +16,16 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from cluster.auth import Authenticator, hash_api_key, probe_key
+from cluster.catalog import Catalog, Fleet, Metrics
 from cluster.http_app import Api, make_app
 from cluster.metrics import IngressMetrics
 from cluster.prepare import Preparer
-from cluster.serve_backend import ServeBackend
+from cluster.serve_backend import ServeBackend, metrics_of
 from cluster.stream_client import StreamClient
 from configs.load import from_mapping
-from configs.schema import ApiKey
-from replicas.contract import EngineInfo
-from replicas.tokenizer import load_tokenizer
+from configs.schema import ApiKey, AppConfig, FleetConfig
+from replicas.model_source import adapter_revision
+from replicas.tokenizer import Tokenizer, load_tokenizer
 from router import runtime
 from router.trie import BYTES_PER_ENTRY
 
@@ -34,39 +34,48 @@ _LAG_PERIOD_S = 0.25
 
 @serve.ingress()
 class Ingress:
-    """One ingress process. `engine` is the handle of the engine deployment, on which our router runs."""
+    """One ingress process. `engines` are the handles of the fleets' deployments, on each of which a router of ours runs."""
 
-    async def __init__(self, settings: Mapping[str, Any], secret: bytes, engine: DeploymentHandle) -> None:  # type: ignore[misc]
+    async def __init__(self, settings: Mapping[str, Any], secret: bytes, *engines: DeploymentHandle) -> None:  # type: ignore[misc]
         config = from_mapping(settings)
         runtime.configure(runtime.RouterContext(config.router, secret))
         self._label = secrets.token_hex(4)
-        self._metrics = IngressMetrics(self._label, model_names=(config.model.served_name,))
-        tokenizer = await asyncio.to_thread(load_tokenizer, config.model)
-        facts = await engine.describe.remote()  # waits until a replica is there
-        client = StreamClient(secret)
-        self._backend = ServeBackend(
-            engine, _own_handle, client, EngineInfo(**facts["info"]), data_path=config.ingress.data_path
+        self._client = StreamClient(secret)
+        tokenizers = await asyncio.to_thread(_tokenizers, config)
+        backends = [
+            ServeBackend(fleet.model.served_name, engine, self._client, data_path=config.ingress.data_path)
+            for fleet, engine in zip(config.fleets, engines, strict=True)
+        ]
+        catalog = Catalog(
+            [
+                Fleet(fleet, backend, tokenizers[_tokenizer_key(fleet)])
+                for fleet, backend in zip(config.fleets, backends, strict=True)
+            ],
+            adapter_revision=adapter_revision,
+            own_metrics=_own_metrics,
         )
+        self._metrics = IngressMetrics(self._label, model_names=catalog.names)
         probe = ApiKey(name="probe", sha256=hash_api_key(probe_key(secret)))
         keys = (*config.ingress.api_keys, probe) if config.ingress.api_keys else ()
-        preparer = Preparer(config, secret, self._backend, tokenizer, self._metrics)
-        self._api = Api(config, self._backend, preparer, self._metrics, Authenticator(keys))
-        self._lag_task = asyncio.ensure_future(self._watch_loop())
+        preparer = Preparer(config, secret, catalog, self._metrics)
+        self._api = Api(config, catalog, preparer, self._metrics, Authenticator(keys))
+        work = [self._watch_loop(), *(backend.follow() for backend in backends)]
+        self._tasks = [asyncio.ensure_future(each) for each in work]
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         return make_app(self._api)
 
     async def metrics_text(self) -> tuple[str, bytes]:
-        for core in runtime.routers():
-            self._metrics.on_trie_size(num_blocks=core.trie.num_entries, num_bytes=core.trie.num_entries * BYTES_PER_ENTRY)
+        num_blocks = sum(core.trie.num_entries for core in runtime.routers())
+        self._metrics.on_trie_size(num_blocks=num_blocks, num_bytes=num_blocks * BYTES_PER_ENTRY)
         return f"ingress-{self._label}", self._metrics.render()
 
     async def __del__(self) -> None:
-        if hasattr(self, "_lag_task"):
-            self._lag_task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._lag_task
-            await self._backend.close()
+        if hasattr(self, "_tasks"):
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            await self._client.close()
 
     async def _watch_loop(self) -> None:
         """What blocks this loop delays every stream; how late a timer fires shows it."""
@@ -76,6 +85,17 @@ class Ingress:
             self._metrics.on_loop_lag(max(0.0, time.monotonic() - due))
 
 
-def _own_handle() -> DeploymentHandle:
+def _tokenizers(config: AppConfig) -> dict[tuple[str, str], Tokenizer]:
+    """Fleets of the same files share one."""
+    fleets = {_tokenizer_key(fleet): fleet for fleet in config.fleets}
+    return {key: load_tokenizer(fleet.model) for key, fleet in fleets.items()}
+
+
+def _tokenizer_key(fleet: FleetConfig) -> tuple[str, str]:
+    return fleet.model.source, fleet.model.chat_template
+
+
+async def _own_metrics() -> Metrics:
+    """Of all ingresses, so that each of them answers alike."""
     context = serve.get_replica_context()
-    return serve.get_deployment_handle(context.deployment, context.app_name)
+    return await metrics_of(serve.get_deployment_handle(context.deployment, context.app_name), "ingress")

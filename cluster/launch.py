@@ -71,13 +71,15 @@ def up(config: AppConfig) -> None:
 def deploy(config: AppConfig) -> None:
     """Deploy on the connected cluster and return once a real request was answered."""
     _start_serve(config)
-    with console.status(f"starting {config.ingress.num} ingress(es) and {config.replicas.num} replica(s)"):
+    num_replicas = sum(fleet.replicas.num for fleet in config.fleets)
+    with console.status(f"starting {config.ingress.num} ingress(es) and {num_replicas} replica(s)"):
         try:
             serve.run(build_app(to_mapping(config)), name=config.name, route_prefix="/", blocking=False)
         except RuntimeError as error:
             raise _start_failure(config, error) from error
     with console.status("waiting for a real answer"):
-        _probe(config)
+        for fleet in config.fleets:
+            _probe(config, fleet.model.served_name)
 
 
 def _start_failure(config: AppConfig, error: RuntimeError) -> ConfigError:
@@ -104,7 +106,8 @@ def _start_serve(config: AppConfig) -> None:
 
 def _start_ray(config: AppConfig) -> None:
     """Logical CPUs are what the app asks for, so that two replicas start on a laptop with two cores as well."""
-    asked = config.replicas.num * config.replicas.num_cpus + config.ingress.num * config.ingress.num_cpus
+    asked = config.ingress.num * config.ingress.num_cpus
+    asked += sum(fleet.replicas.num * fleet.replicas.num_cpus for fleet in config.fleets)
     ray.init(
         address="local",
         num_cpus=max(math.ceil(asked) + 1, os.cpu_count() or 1),
@@ -159,11 +162,11 @@ def base_url(config: AppConfig) -> str:
     return f"http://{host}:{config.ingress.port}"
 
 
-def _probe(config: AppConfig) -> None:
+def _probe(config: AppConfig, model: str) -> None:
     """A chat of a few tokens through the public port. Serve reports RUNNING even when its proxy can't import the app and every
     request hangs, so nothing less proves that it serves."""
     body = {
-        "model": config.model.served_name,
+        "model": model,
         "messages": [{"role": "user", "content": "Say hello."}],
         "max_tokens": 4,
         "temperature": 0,
@@ -185,7 +188,7 @@ def _probe(config: AppConfig) -> None:
         except httpx.TransportError as error:
             last = f"{type(error).__name__}: {error}"
         time.sleep(0.2)
-    raise ConfigError(f"the app is deployed but does not answer on {base_url(config)}: {last}")
+    raise ConfigError(f"the app is deployed but does not answer for {model} on {base_url(config)}: {last}")
 
 
 def _announce(config: AppConfig, seconds: float) -> None:
@@ -195,10 +198,8 @@ def _announce(config: AppConfig, seconds: float) -> None:
         "max_tokens": 64,
     }
     key = ' -H "Authorization: Bearer $TRIESERVE_API_KEY"' if config.ingress.api_keys else ""
-    console.print(
-        f"{config.replicas.num} x {config.model.served_name} ({config.engine.kind}), router {config.router.policy}, "
-        f"after {seconds:.0f} s"
-    )
+    models = ", ".join(f"{each.replicas.num} x {each.model.served_name} ({each.engine.kind})" for each in config.fleets)
+    console.print(f"{models}; router {config.router.policy}, after {seconds:.0f} s")
     print(f"ready: {base_url(config)}", flush=True)
     print(
         f"curl {base_url(config)}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{json.dumps(body)}'",

@@ -5,13 +5,13 @@ bytes -> openai_parse.parse_* -> GenerateCall -> prompt_token_ids, to_sampling -
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from replicas.chat_template import ChatMessage
-from replicas.contract import SamplingParams
-from replicas.errors import ContextLengthError, NotFoundError, RequestError
+from replicas.contract import OutputGrammar, SamplingParams
+from replicas.errors import ContextLengthError, RequestError, UnsupportedError
 from replicas.tokenizer import Tokenizer
 
 _MAX_IDS_LISTED = 10
@@ -70,6 +70,8 @@ class GenerateCall:
     include_usage: bool = False
     continuous_usage: bool = False
     cache_salt: str = ""  # narrows the tenant's own salt further
+    grammar: OutputGrammar | None = None
+    grammar_param: str = ""  # the field that asked for it
     unknown_fields: tuple[str, ...] = ()
 
 
@@ -88,11 +90,11 @@ class DetokenizeCall:
     tokens: TokenIds
 
 
-def require_model(model: str | None, served_names: Sequence[str]) -> None:
-    """Raises NotFoundError unless `model` is served here; None asks for any."""
-    if model is not None and model not in served_names:
-        raise NotFoundError(
-            f"this server does not have that model; it has: {', '.join(served_names)}", param="model", code="model_not_found"
+def require_grammar(call: GenerateCall, kinds: Collection[str]) -> None:
+    """Raises UnsupportedError where the answer is to keep within a grammar that the model's engine can't enforce."""
+    if call.grammar is not None and call.grammar.kind not in kinds:
+        raise UnsupportedError(
+            f"{call.grammar_param} is not supported by this model's engine; engine.kind vllm has it", param=call.grammar_param
         )
 
 
@@ -176,6 +178,7 @@ def to_sampling(
         stop_token_ids=call.stop_token_ids,
         ignore_eos=call.ignore_eos,
         num_logprobs=call.num_logprobs,
+        grammar=call.grammar,
     )
 
 

@@ -16,13 +16,7 @@ _EVERYWHERE: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "web_search_options": (),
-    # structured output
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
+    # structured output, beside what openai_grammar reads
     "guided_decoding_backend": (),
     "guided_whitespace_pattern": (),
     "structural_tag": (),

@@ -64,6 +64,30 @@ class StreamOptions(Body):
     continuous_usage_stats: bool | None = None
 
 
+class JsonSchemaFormat(Body):
+    """`schema` is a name that pydantic's models have already."""
+
+    name: Annotated[str, StringConstraints(max_length=256)] | None = None
+    description: str | None = None
+    strict: bool | None = None
+    json_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
+class ResponseFormat(Body):
+    type: Annotated[str, StringConstraints(max_length=64)]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's. A JSON Schema may be an object or a JSON text."""
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json"), OneOf("Input should be an object or a JSON text")] = None
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 class GenerateBody(Body):
     """What /v1/chat/completions and /v1/completions have in common. null means the default."""
 
@@ -89,6 +113,12 @@ class GenerateBody(Body):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     cache_salt: Name | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Annotated[dict[str, Any] | str, OneOf("Input should be an object or a JSON text")] | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
 
 
 class ChatBody(GenerateBody):

@@ -22,6 +22,7 @@ from cluster.openai_fields import (
     UNSUPPORTED_PARTS,
     UNSUPPORTED_ROLES,
 )
+from cluster.openai_grammar import grammar_of
 from cluster.openai_models import (
     Body,
     ChatBody,
@@ -29,8 +30,11 @@ from cluster.openai_models import (
     ContentPart,
     DetokenizeBody,
     GenerateBody,
+    JsonSchemaFormat,
     Message,
+    ResponseFormat,
     StreamOptions,
+    StructuredOutputs,
     TokenizeBody,
 )
 from configs.schema import LimitsConfig
@@ -42,11 +46,11 @@ _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant"
 _MAX_UNKNOWN_FIELDS = 16
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]{1,64}")
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
-_FIELD_NAMES = frozenset(
-    name
-    for model in (ChatBody, CompletionBody, TokenizeBody, DetokenizeBody, Message, ContentPart, StreamOptions)
-    for name in model.model_fields
+_BODIES: tuple[type[Body], ...] = (
+    *(ChatBody, CompletionBody, TokenizeBody, DetokenizeBody),
+    *(Message, ContentPart, StreamOptions, ResponseFormat, JsonSchemaFormat, StructuredOutputs),
 )
+_FIELD_NAMES = frozenset(field.alias or name for model in _BODIES for name, field in model.model_fields.items())
 
 _Body = TypeVar("_Body", bound=Body)
 
@@ -219,6 +223,7 @@ def _generate_call(
     if request.stream_options is not None and not request.stream:
         raise RequestError("stream_options: only with stream", param="stream_options")
     usage = request.stream_options or StreamOptions()
+    asked = grammar_of(request, limits)
 
     def given(value: float | None, default: float) -> float:
         return default if value is None else value
@@ -249,6 +254,8 @@ def _generate_call(
         include_usage=bool(usage.include_usage),
         continuous_usage=bool(usage.continuous_usage_stats),
         cache_salt=request.cache_salt or "",
+        grammar=None if asked is None else asked.grammar,
+        grammar_param="" if asked is None else asked.param,
         unknown_fields=tuple(dict.fromkeys(unknown_fields))[:_MAX_UNKNOWN_FIELDS],
     )
 

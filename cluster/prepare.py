@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cluster.auth import Tenant
-from cluster.backend import Backend
+from cluster.catalog import Catalog, Entry
 from cluster.generate import Generation, Piece, PromptGroup, Usage, with_choices
 from cluster.metrics import IngressMetrics
 from cluster.openai_api import (
@@ -22,7 +22,7 @@ from cluster.openai_api import (
     Kind,
     detokenize,
     prompt_token_ids,
-    require_model,
+    require_grammar,
     to_sampling,
 )
 from cluster.openai_parse import parse_chat, parse_completion, parse_detokenize, parse_tokenize
@@ -31,7 +31,7 @@ from configs.schema import AppConfig
 from replicas.blocks import chain_root, hash_blocks
 from replicas.contract import GenerationRequest
 from replicas.errors import OverloadedError, RequestError
-from replicas.tokenizer import Detokenizer, Tokenizer
+from replicas.tokenizer import Detokenizer
 
 _NUM_THREADS = 2
 _MAX_WAITING = 256
@@ -58,27 +58,26 @@ class Preparer:
         self,
         config: AppConfig,
         secret: bytes,
-        backend: Backend,
-        tokenizer: Tokenizer,
+        catalog: Catalog,
         metrics: IngressMetrics,
     ) -> None:
         self._config = config
         self._secret = secret
-        self._backend = backend
-        self._tokenizer = tokenizer
+        self._catalog = catalog
         self._metrics = metrics
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="prepare")
         self._num_waiting = 0
 
     async def generation(self, kind: Kind, body: bytes, tenant: Tenant) -> Prepared:
         """Raises RequestError for what the client did wrong, OverloadedError when too many wait for a thread."""
-        call, groups = await self._in_pool(lambda: self._groups(kind, body, tenant))
+        call, entry, groups = await self._in_pool(lambda: self._groups(kind, body, tenant))
+        tokenizer = entry.fleet.tokenizer
         generation = Generation(
             groups,
-            self._backend,
+            entry.fleet.backend,
             self._metrics,
             lambda: Detokenizer(
-                self._tokenizer,
+                tokenizer,
                 call.stop,
                 include_stop=call.include_stop,
                 skip_special_tokens=call.skip_special_tokens,
@@ -87,12 +86,12 @@ class Preparer:
         )
         response_id = _ID_PREFIX[kind] + secrets.token_hex(12)
         created = int(time.time())
-        writer = ChunkWriter(call, self._tokenizer, response_id, created) if call.stream else None
+        writer = ChunkWriter(call, tokenizer, response_id, created) if call.stream else None
         return Prepared(
             model=call.model,
             generation=generation,
             writer=writer,
-            collect=lambda pieces, usage: collect(call, self._tokenizer, response_id, created, pieces, usage),
+            collect=lambda pieces, usage: collect(call, tokenizer, response_id, created, pieces, usage),
             unknown_fields=call.unknown_fields,
         )
 
@@ -114,18 +113,25 @@ class Preparer:
         finally:
             self._num_waiting -= 1
 
-    def _groups(self, kind: Kind, body: bytes, tenant: Tenant) -> tuple[GenerateCall, list[PromptGroup]]:
+    def _groups(self, kind: Kind, body: bytes, tenant: Tenant) -> tuple[GenerateCall, Entry, list[PromptGroup]]:
         call = _PARSERS[kind](body, self._config.ingress.limits)
-        require_model(call.model, (self._config.model.served_name,))
-        root, info = self._root(tenant, call.cache_salt), self._backend.info()
+        entry = self._catalog.find(call.model)
+        info = entry.fleet.backend.info()
+        require_grammar(call, info.grammars)
+        root = self._root(tenant, call.cache_salt, entry)
         groups = []
         for index, prompt in enumerate(call.prompts):
-            token_ids = prompt_token_ids(prompt, self._tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len)
-            groups.append(PromptGroup(self._sequences(call, tuple(token_ids), root), first_index=index * call.n))
-        return call, groups
+            token_ids = prompt_token_ids(
+                prompt, entry.fleet.tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len
+            )
+            requests = self._sequences(call, entry, tuple(token_ids), root)
+            groups.append(PromptGroup(requests, first_index=index * call.n))
+        return call, entry, groups
 
-    def _sequences(self, call: GenerateCall, token_ids: tuple[int, ...], root: bytes) -> tuple[GenerationRequest, ...]:
-        info = self._backend.info()
+    def _sequences(
+        self, call: GenerateCall, entry: Entry, token_ids: tuple[int, ...], root: bytes
+    ) -> tuple[GenerationRequest, ...]:
+        info = entry.fleet.backend.info()
         request = GenerationRequest(
             # New for every sequence: clients repeat their own ids (case RQ06).
             request_id=secrets.token_hex(12),
@@ -139,28 +145,30 @@ class Preparer:
             ),
             hash_root=root,
             block_hashes=hash_blocks(root, token_ids, info.block_size),
+            adapter=entry.adapter_name,
         )
         return with_choices(request, call.n)
 
-    def _root(self, tenant: Tenant, cache_salt: str) -> bytes:
+    def _root(self, tenant: Tenant, cache_salt: str, entry: Entry) -> bytes:
         """A client's salt only narrows what its own key's requests share (case NS06)."""
         salt = f"{tenant.salt}:{cache_salt}" if cache_salt else tenant.salt
-        return chain_root(self._secret, salt=salt, model_revision=self._backend.info().model_revision)
+        revision = entry.fleet.backend.info().model_revision
+        return chain_root(self._secret, salt=salt, adapter=entry.adapter_key, model_revision=revision)
 
     def _tokenize(self, body: bytes) -> dict[str, Any]:
         call = parse_tokenize(body, self._config.ingress.limits)
-        require_model(call.model, (self._config.model.served_name,))
-        info = self._backend.info()
+        fleet = self._catalog.find(call.model).fleet
+        info = fleet.backend.info()
         token_ids = prompt_token_ids(
             call.prompt,
-            self._tokenizer,
+            fleet.tokenizer,
             vocab_size=info.vocab_size,
             add_special_tokens=call.add_special_tokens,
             add_generation_prompt=call.add_generation_prompt,
         )
         answer: dict[str, Any] = {"count": len(token_ids), "max_model_len": info.max_model_len, "tokens": token_ids}
         answer["token_strs"] = (
-            [self._tokenizer.decode([each], skip_special_tokens=False) for each in token_ids]
+            [fleet.tokenizer.decode([each], skip_special_tokens=False) for each in token_ids]
             if call.return_token_strs
             else None
         )
@@ -168,5 +176,4 @@ class Preparer:
 
     def _detokenize(self, body: bytes) -> dict[str, Any]:
         call = parse_detokenize(body, self._config.ingress.limits)
-        require_model(call.model, (self._config.model.served_name,))
-        return {"prompt": detokenize(call, self._tokenizer)}
+        return {"prompt": detokenize(call, self._catalog.find(call.model).fleet.tokenizer)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -26,29 +26,33 @@ from router.ticket import Ticket
 
 _METRICS_TIMEOUT_S = 5.0
 _RETRY_AFTER_S = 2.0
+_INFO_PERIOD_S = 5.0
 
 
 class ServeBackend:
-    """`own_handle` is the ingress deployment's: metrics are asked of all its replicas, so every ingress answers alike."""
+    """One fleet. `name` is its model's. `client` is shared by all fleets of an ingress, and closed by whoever made it."""
 
-    def __init__(
-        self,
-        engine: DeploymentHandle,
-        own_handle: Callable[[], DeploymentHandle],
-        client: StreamClient,
-        info: EngineInfo,
-        *,
-        data_path: str,
-    ) -> None:
+    def __init__(self, name: str, engine: DeploymentHandle, client: StreamClient, *, data_path: str) -> None:
+        self._name = name
         self._engine = engine
-        self._own_handle = own_handle
         self._client = client
-        self._info = info
+        self._info: EngineInfo | None = None
         self._background: set[asyncio.Task[Any]] = set()
         self._dispatch = {"socket": self._over_socket, "classic": self._classic}[data_path]
 
     def info(self) -> EngineInfo:
+        if self._info is None:
+            raise NoReplicaError(f"no replica of {self._name} has started yet", retry_after_s=_RETRY_AFTER_S)
         return self._info
+
+    async def follow(self) -> None:
+        """Learn what the replicas say of themselves, and now and then again: a deployment in place may change it."""
+        while True:
+            with contextlib.suppress(RayError, DeploymentUnavailableError, BackPressureError):
+                # Waits for a replica. The empty context: see `_chosen`.
+                facts = await contextvars.Context().run(self._engine.describe.remote)
+                self._info = EngineInfo(**facts["info"])
+            await asyncio.sleep(_INFO_PERIOD_S)
 
     def dispatch(
         self, group: Sequence[GenerationRequest], *, excluded: frozenset[str], timeout_s: float
@@ -104,21 +108,12 @@ class ServeBackend:
             for stream in streams:
                 stream.abort()
 
-    async def close(self) -> None:
-        await self._client.close()
-
     async def ready(self) -> int:
         """Replicas whose describe() answers now."""
         return len(await _answers(self._engine, "describe"))
 
     async def metrics(self) -> dict[str, bytes | None]:
-        found: dict[str, bytes | None] = {}
-        for label, handle in (("engine", self._engine), ("ingress", self._own_handle())):
-            answers = await _answers(handle, "metrics_text")
-            found.update(answers)
-            if not answers:
-                found[label] = None
-        return found
+        return await metrics_of(self._engine, f"engine:{self._name}")
 
     def _in_background(self, work: Coroutine[Any, Any, Any]) -> None:
         task = asyncio.ensure_future(_quietly(work))
@@ -131,6 +126,11 @@ def _dispatched(replica: str, streams: Sequence[Any], ticket: Ticket) -> Dispatc
     if decision is not None and decision.ranking[0] != replica:
         decision = None  # Serve could not reach the first of the ranking; what was predicted doesn't hold here
     return Dispatched(replica, tuple(streams), ticket.first_token, decision, ticket.decide_s)
+
+
+async def metrics_of(handle: DeploymentHandle, label: str) -> dict[str, bytes | None]:
+    """What all replicas of a deployment expose; `label` stands for all of them where none answers."""
+    return dict(await _answers(handle, "metrics_text")) or {label: None}
 
 
 async def _answers(handle: DeploymentHandle, method: str) -> list[Any]:

@@ -253,4 +253,4 @@ def _mark_retrieved(task: asyncio.Task[_Connection]) -> None:
 
 
 def _rebuild(error: ErrorInfo) -> TrieserveError:
-    return rebuild(error.name, error.message, error.param, error.code)
+    return rebuild(error.name, error.message, error.param, error.code, error.retry_after_s)

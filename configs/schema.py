@@ -215,6 +215,8 @@ class LimitsConfig:
     max_stop_chars: int = option(256, "Length of one `stop` string.", minimum=1)
     max_stop_token_ids: int = option(128, "`stop_token_ids`.", minimum=1)
     max_logit_bias: int = option(300, "Entries of `logit_bias`.", minimum=1)
+    max_grammar_chars: int = option(65536, "Length of a JSON Schema, regex or grammar that answers must match.", minimum=1)
+    max_choices: int = option(256, "`choice` of structured_outputs.", minimum=1)
     request_timeout_s: float = option(600.0, "Deadline of a whole request.", minimum=1)
     template_timeout_s: float = option(5.0, "Deadline of rendering and tokenizing a prompt.", minimum=0.1)
 

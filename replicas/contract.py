@@ -108,6 +108,7 @@ class ErrorInfo:
     message: str
     param: str | None = None
     code: str | None = None
+    retry_after_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

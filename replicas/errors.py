@@ -123,9 +123,13 @@ def _tree(root: type[TrieserveError]) -> dict[str, type[TrieserveError]]:
     return found
 
 
-def rebuild(name: str, message: str, param: str | None, code: str | None) -> TrieserveError:
+def rebuild(name: str, message: str, param: str | None, code: str | None, retry_after_s: float | None = None) -> TrieserveError:
     """The inverse of (type(e).__name__, e.message, e.param, e.code), for errors that crossed a process boundary."""
     error_type = _tree(TrieserveError).get(name, EngineError)
     if issubclass(error_type, OverloadedError):
-        return error_type(message, code=code)
+        return (
+            error_type(message, code=code)
+            if retry_after_s is None
+            else error_type(message, code=code, retry_after_s=retry_after_s)
+        )
     return error_type(message, param=param, code=code)

@@ -91,13 +91,22 @@ def model_revision(model: ModelConfig) -> str:
     """
     if model.revision:
         return model.revision
+    return _digest(resolve(model).weight_files())
+
+
+def adapter_revision(source: str) -> str:
+    """As `model_revision`, of an adapter; empty where its files are not on this machine."""
+    return _digest(sorted(Path(source).expanduser().glob("*.safetensors")))
+
+
+def _digest(files: list[Path]) -> str:
     digest = hashlib.sha256()
-    for file in resolve(model).weight_files():
+    for file in files:
         with open(file, "rb") as opened:
             head = opened.read(_DIGEST_BYTES_PER_FILE)
         digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
         digest.update(hashlib.sha256(head).digest())
-    return digest.hexdigest()[:_DIGEST_HEX_CHARS]
+    return digest.hexdigest()[:_DIGEST_HEX_CHARS] if files else ""
 
 
 def architecture(model: ModelConfig) -> ArchitectureConfig:

@@ -32,7 +32,7 @@ import msgspec
 
 from replicas.blocks import BlockHash
 from replicas.contract import Delta, EngineStats, ErrorInfo, FinishReason, GenerationRequest, KVEvents
-from replicas.errors import TrieserveError
+from replicas.errors import OverloadedError, TrieserveError
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 64 * 2**20
@@ -196,4 +196,5 @@ def server_proof(secret: bytes, server_nonce: bytes, client_nonce: bytes, boot_i
 
 def to_error_info(error: TrieserveError) -> ErrorInfo:
     """The inverse is replicas.errors.rebuild."""
-    return ErrorInfo(type(error).__name__, error.message, error.param, error.code)
+    retry_after_s = error.retry_after_s if isinstance(error, OverloadedError) else None
+    return ErrorInfo(type(error).__name__, error.message, error.param, error.code, retry_after_s)

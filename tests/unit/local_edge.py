@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripted_engine import ScriptedEngine
 
 from cluster.auth import Authenticator, hash_api_key
+from cluster.catalog import Catalog, Fleet
 from cluster.http_app import Api, make_app
 from cluster.metrics import IngressMetrics
 from cluster.prepare import Preparer
@@ -71,8 +72,9 @@ class Edge:
         self.fleet = LocalFleet(*engines)
         loop = asyncio.get_running_loop()
         self.metrics = IngressMetrics("i0", model_names=(MODEL,), clock=lambda: loop.time())
-        self.preparer = Preparer(config, SECRET, self.fleet, tokenizer(), self.metrics)
-        self.app = make_app(Api(config, self.fleet, self.preparer, self.metrics, Authenticator(config.ingress.api_keys)))
+        catalog = Catalog([Fleet(config.fleets[0], self.fleet, tokenizer())])
+        self.preparer = Preparer(config, SECRET, catalog, self.metrics)
+        self.app = make_app(Api(config, catalog, self.preparer, self.metrics, Authenticator(config.ingress.api_keys)))
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
         self._client = httpx.AsyncClient(transport=transport, base_url="http://edge")
 

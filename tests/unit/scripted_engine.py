@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from replicas.contract import (
@@ -46,7 +47,9 @@ class ManualClock:
 class ScriptedEngine:
     """`emit`, `store`, `remove` and `clear` say what the next `step` hands to the sink, in the caller's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, **info: Any) -> None:
+        """`info` are fields of EngineInfo that are to differ."""
+        self.info = replace(EngineInfo("scripted", "", 1000, 10_000, 16, 100, (0,), 512, 64), **info)
         self.submitted: dict[str, GenerationRequest] = {}
         self.aborted: dict[str, FinishReason] = {}
         self.refusal: Exception | None = None
@@ -57,10 +60,6 @@ class ScriptedEngine:
         self._removed: list[bytes] = []
         self._cleared = False
         self._num_steps = 0
-
-    @property
-    def info(self) -> EngineInfo:
-        return EngineInfo("scripted", "", 1000, 10_000, 16, 100, (0,), 512, 64)
 
     def start(self, sink: StepSink) -> None:
         self._sink = sink
@@ -80,6 +79,9 @@ class ScriptedEngine:
 
     def heartbeat_age_s(self) -> float:
         return 0.0
+
+    def failure(self) -> str | None:
+        return None
 
     def clear_cache(self) -> None:
         self._cleared = True

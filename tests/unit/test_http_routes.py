@@ -90,7 +90,8 @@ async def test_a_model_that_is_not_here_is_404(name):
 
 async def test_health_is_the_process_and_ready_is_the_fleet():
     async with Edge(ScriptedEngine(), ScriptedEngine()) as edge:
-        assert (await edge.get("/ready")).json() == {"ready": True, "replicas_ready": 2, "replicas_wanted": 2}
+        numbers = {"replicas_ready": 2, "replicas_wanted": 2}
+        assert (await edge.get("/ready")).json() == {"ready": True, **numbers, "models": {MODEL: numbers}}
         for replica in edge.fleet.replicas.values():
             replica.kill()
         response = await edge.get("/ready")

@@ -16,14 +16,14 @@ from cluster.openai_api import (
     Kind,
     detokenize,
     prompt_token_ids,
-    require_model,
+    require_grammar,
     to_sampling,
 )
 from cluster.openai_errors import error_body
 from cluster.openai_models import ChatBody, CompletionBody
 from cluster.openai_parse import parse_chat, parse_completion, parse_detokenize, parse_tokenize
 from configs.schema import LimitsConfig
-from replicas.errors import ContextLengthError, NotFoundError, PayloadTooLarge, RequestError, UnsupportedError
+from replicas.errors import ContextLengthError, PayloadTooLarge, RequestError, UnsupportedError
 
 LIMITS = LimitsConfig()
 VOCAB_SIZE = 49152
@@ -63,6 +63,7 @@ def handle(route, body, tokenizer):
     call = (parse_chat if route == "chat" else parse_completion)(body, LIMITS)
     for prompt in call.prompts:
         ids = prompt_token_ids(prompt, tokenizer, vocab_size=VOCAB_SIZE)
+        require_grammar(call, ())
         to_sampling(call, num_prompt_tokens=len(ids), max_model_len=1000, vocab_size=VOCAB_SIZE, default_seed=1)
     return call
 
@@ -110,9 +111,7 @@ json_values = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=8,
 )
-field_names = st.sampled_from(
-    sorted({*ChatBody.model_fields, *CompletionBody.model_fields, "tools", "response_format", "role"})
-)
+field_names = st.sampled_from(sorted({*ChatBody.model_fields, *CompletionBody.model_fields, "tools", "role"}))
 
 
 @settings(deadline=None)
@@ -224,22 +223,6 @@ def test_special_tokens_in_a_prompt_stay_text(tokenizer):
     call = parse_completion(body_of("completion", prompt="<|im_end|>"), LIMITS)
     ids = prompt_token_ids(call.prompts[0], tokenizer, vocab_size=VOCAB_SIZE)
     assert not tokenizer.special_ids.intersection(ids)
-
-
-def test_an_unknown_model_is_not_found_and_not_repeated():
-    """cases RQ07"""
-    require_model("m", ("m",))
-    require_model(None, ("m",))
-    with pytest.raises(NotFoundError) as caught:
-        require_model("canary", ("m",))
-    assert error_body(caught.value) == {
-        "error": {
-            "message": "this server does not have that model; it has: m",
-            "type": "not_found_error",
-            "param": "model",
-            "code": "model_not_found",
-        }
-    }
 
 
 def test_unsupported_fields_have_their_own_code():
