@@ -59,7 +59,7 @@ def import_failure(error: Exception) -> ConfigError:
     """What to do where vLLM is installed and can't be imported."""
     hint = ""
     if "torchvision" in str(error) or "torchaudio" in str(error):
-        hint = "; torchvision, torchaudio and torchcodec don't fit this torch and aren't needed: pip uninstall them"
+        hint = "; they don't fit this torch, and text needs none of them: pip uninstall torchvision torchaudio torchcodec"
     return ConfigError(f"engine.kind: vllm, but vLLM can't be imported: {error}{hint}")
 
 
