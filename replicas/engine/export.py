@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ _LAYOUT = "v1"
 
 
 def model_directory(model: ModelConfig, dtype: torch.dtype, cache: Path) -> Path:
-    """The model's own directory of safetensors, or one below `cache` that is made of its GGUF, once for each revision.
+    """The model's own directory of safetensors, or one below `cache` that is made of its GGUF, once for each file.
 
     Takes seconds for a small model. Two processes may ask at once: each writes a directory of its own, and the first to be
     done gives it its name. Raises ConfigError for what can't be written in that layout.
@@ -33,7 +34,9 @@ def model_directory(model: ModelConfig, dtype: torch.dtype, cache: Path) -> Path
     files = resolve(model)
     if files.kind == "safetensors":
         return files.path
-    target = cache / f"{_LAYOUT}-{model_revision(model)}-{_DTYPE_NAMES[dtype]}"
+    # By the file's own digest: `model.revision` is free text, which may stay when the file changes.
+    digest = model_revision(replace(model, revision=""))
+    target = cache / f"{_LAYOUT}-{digest}-{_DTYPE_NAMES[dtype]}"
     if not target.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=cache))
