@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import tempfile
 from dataclasses import replace
@@ -19,6 +20,8 @@ from replicas.engine.weights import Checkpoint, open_checkpoint
 from replicas.errors import ConfigError
 from replicas.model_source import architecture, eos_token_ids, model_revision, resolve
 from replicas.tokenizer_files import TokenizerSpec, from_gguf
+
+logger = logging.getLogger(__name__)
 
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 # What the name of an exported directory begins with, so that a change of what is written makes new ones.
@@ -40,6 +43,7 @@ def model_directory(model: ModelConfig, dtype: torch.dtype, cache: Path) -> Path
     if not target.is_dir():
         cache.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=cache))
+        logger.info("writing %s as %s", model.source, target)
         try:
             _write(model, dtype, scratch)
             scratch.rename(target)

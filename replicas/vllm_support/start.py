@@ -75,7 +75,7 @@ def refusal(fleet: FleetConfig, device: str, model: Path) -> str | None:
     try:
         make_engine_config({name: value for name, value in arguments.items() if name != "kv_events_config"})
     except _REFUSALS as error:
-        return import_failure(error).message if _is_import_failure(error) else _refused(error)
+        return import_failure(error).message if _is_import_failure(error) else _refused(error, fleet)
     return None
 
 
@@ -166,20 +166,22 @@ def _explained(error: Exception, fleet: FleetConfig, plan: _Plan) -> TrieserveEr
         if reason is not None:
             return CapacityError(reason)
         return EngineError("vLLM does not start; the reason stands above this in the log of the replica")
-    return ConfigError(_refused(error))
+    return ConfigError(_refused(error, fleet))
 
 
 def _is_import_failure(error: Exception) -> bool:
     return isinstance(error, ImportError) or "torchvision" in str(error)
 
 
-def _refused(error: Exception) -> str:
-    """pydantic repeats all arguments after what is wrong with one of them, so the key is looked for in the words alone."""
+def _refused(error: Exception, fleet: FleetConfig) -> str:
+    """vLLM's words, after the key that they are about. pydantic repeats all arguments behind what is wrong with one of them, so
+    the key is looked for in the words alone."""
     text = str(error).strip()
     found = _PYDANTIC.search(text)
     words = found.group(1) if found else text.partition("\n")[0]
-    key = key_of(words)
-    return f"{key}: vLLM refuses it: {words}" if key else f"engine: vLLM refuses this: {words}"
+    argument = next((name for name in fleet.engine.vllm.args if re.search(rf"\b{re.escape(name)}\b", words)), None)
+    key = key_of(words) if argument is None else f"engine.vllm.args.{argument}"
+    return f"{key or 'engine'}: vLLM refuses it: {words}"
 
 
 def _device_bytes(fleet: FleetConfig) -> int:
