@@ -168,7 +168,7 @@ def check_files(fleet: FleetConfig) -> FileFindings:
     """What is missing on *this* machine's disk. Not part of `load`: who submits an app need not have its weights."""
     findings = FileFindings([], [])
     for key, name in _paths(fleet).items():
-        path = Path(name).expanduser()
+        path = Path(name).expanduser() if key == "model.source" else Path(name)
         if path.is_absolute() and not path.exists():
             findings.absent.append(f"{key}: {name!r} is not on this machine")
         elif key == "model.source":

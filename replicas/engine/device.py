@@ -34,6 +34,11 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if native else torch.float32
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As the configuration writes it: bf16, fp16 or fp32."""
+    return next(name for name, known in _DTYPES.items() if known is dtype)
+
+
 def kv_cache_budget_bytes(device: torch.device, gpu_memory_share: float, replicas_on_node: int) -> int:
     """Memory for a KV cache where none was configured; ask after the weights are loaded."""
     if device.type == "cuda":
@@ -42,10 +47,9 @@ def kv_cache_budget_bytes(device: torch.device, gpu_memory_share: float, replica
     return int(free_memory_bytes() * _CPU_KV_SHARE) // max(replicas_on_node, 1)
 
 
-def gpu_memory_bytes() -> int:
-    """Of one GPU, all of it."""
-    total: int = torch.cuda.mem_get_info()[1]
-    return total
+def gpu_memory_bytes() -> tuple[int, int] | None:
+    """(free, all) of this process's first GPU; None where it sees none."""
+    return torch.cuda.mem_get_info() if torch.cuda.is_available() else None
 
 
 def free_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:

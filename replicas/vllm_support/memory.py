@@ -45,6 +45,17 @@ def misfit(demand: Demand, device_bytes: int) -> str | None:
     return None
 
 
+def share_misfit(share: float, free_bytes: int, total_bytes: int) -> str | None:
+    """Why a device hasn't the share of its memory that is asked for; None if it has. vLLM takes all of the share or nothing."""
+    if total_bytes * share <= free_bytes:
+        return None
+    possible = math.floor(free_bytes / total_bytes * 100) / 100
+    return (
+        f"engine.gpu_memory_share={share} is {_gib(total_bytes * share)}, but others leave {_gib(free_bytes)} of "
+        f"{_gib(total_bytes)} free: engine.gpu_memory_share={possible} would fit"
+    )
+
+
 def _power_of_two(number: float) -> int:
     return 1 << max(math.ceil(math.log2(max(number, 1.0))), 1)
 

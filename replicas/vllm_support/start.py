@@ -18,8 +18,8 @@ from replicas.contract import EngineInfo, GenerationRequest, SamplingParams
 from replicas.errors import CapacityError, ConfigError, EngineError, TrieserveError
 from replicas.model_source import architecture, eos_token_ids, model_revision
 from replicas.vllm_engine import VllmEngine
-from replicas.vllm_support.installed import Installed, import_failure, make_engine_config, require
-from replicas.vllm_support.memory import Demand, misfit
+from replicas.vllm_support.installed import import_failure, make_engine_config, require
+from replicas.vllm_support.memory import Demand, misfit, share_misfit
 from replicas.vllm_support.options import block_size, engine_arguments, environment, file_problems, key_of, problems
 from replicas.vllm_support.sampling import GRAMMARS
 
@@ -38,9 +38,9 @@ def build(config: AppConfig, replicas_on_node: int) -> VllmEngine:
     Raises ConfigError for what vLLM would refuse, with the key's name, CapacityError with what would fit.
     """
     installed = require(config.engine.device)
-    fleet = replace(config.fleets[0], engine=replace(config.engine, device=installed.device))
+    fleet = _resolved(config.fleets[0], installed.device)
     check(fleet)
-    plan = _plan(fleet, installed, replicas_on_node)
+    plan = _plan(fleet, replicas_on_node)
     if plan.misfit is not None:
         raise CapacityError(plan.misfit)
     os.environ.update(environment(fleet, installed.device, os.environ))
@@ -87,16 +87,33 @@ class _Plan:
     misfit: str | None
 
 
-def _plan(fleet: FleetConfig, installed: Installed, replicas_on_node: int) -> _Plan:
+def _resolved(fleet: FleetConfig, device: str) -> FleetConfig:
+    """With what `auto` means here. Raises ConfigError where there is no such device.
+
+    A replica whose workers Ray places elsewhere sees no GPU itself, and one that computes must not begin to use it before
+    vLLM does. So GPUs aren't asked what they multiply: on them vLLM chooses.
+    """
+    from replicas.engine.device import choose_device, choose_dtype, dtype_name
+
+    options, dtype = fleet.engine.vllm, fleet.model.dtype
+    if device == "cpu":
+        dtype = dtype_name(choose_dtype(dtype, choose_device(device)))
+    elif options.tensor_parallel_size * options.pipeline_parallel_size == 1:
+        choose_device(device)
+    return replace(fleet, model=replace(fleet.model, dtype=dtype), engine=replace(fleet.engine, device=device))
+
+
+def _plan(fleet: FleetConfig, replicas_on_node: int) -> _Plan:
     from replicas.engine.device import choose_device, choose_dtype, free_memory_bytes, kv_cache_budget_bytes
     from replicas.engine.export import model_directory
 
-    device = choose_device(installed.device)
-    dtype = choose_dtype(fleet.model.dtype, device)
+    is_cpu = fleet.engine.device == "cpu"
+    # Where vLLM chooses, the checkpoint decides, and hardly any is of more than 16 bits.
+    dtype = choose_dtype("bf16" if fleet.model.dtype == "auto" else fleet.model.dtype, choose_device("cpu"))
     model = model_directory(fleet.model, dtype, _CACHE)
     kv_cache_bytes = fleet.engine.kv_cache_bytes
-    if device.type == "cpu" and not kv_cache_bytes:
-        kv_cache_bytes = kv_cache_budget_bytes(device, fleet.engine.gpu_memory_share, replicas_on_node)
+    if is_cpu and not kv_cache_bytes:
+        kv_cache_bytes = kv_cache_budget_bytes(choose_device("cpu"), fleet.engine.gpu_memory_share, replicas_on_node)
     options = fleet.engine.vllm
     try:
         shape = architecture(fleet.model)
@@ -110,7 +127,7 @@ def _plan(fleet: FleetConfig, installed: Installed, replicas_on_node: int) -> _P
         kv_bytes=kv_cache_bytes,
         num_devices=options.tensor_parallel_size * options.pipeline_parallel_size,
     )
-    return _Plan(model, kv_cache_bytes, demand, misfit(demand, free_memory_bytes()) if device.type == "cpu" else None)
+    return _Plan(model, kv_cache_bytes, demand, misfit(demand, free_memory_bytes()) if is_cpu else None)
 
 
 def _start(
@@ -162,7 +179,7 @@ def _explained(error: Exception, fleet: FleetConfig, plan: _Plan) -> TrieserveEr
     if _is_import_failure(error):
         return import_failure(error)
     if "core initialization failed" in str(error).lower():
-        reason = None if plan.demand is None else misfit(plan.demand, _device_bytes(fleet))
+        reason = _shortage(fleet, plan.demand)
         if reason is not None:
             return CapacityError(reason)
         return EngineError("vLLM does not start; the reason stands above this in the log of the replica")
@@ -184,9 +201,22 @@ def _refused(error: Exception, fleet: FleetConfig) -> str:
     return f"{key or 'engine'}: vLLM refuses it: {words}"
 
 
-def _device_bytes(fleet: FleetConfig) -> int:
+def _shortage(fleet: FleetConfig, demand: Demand | None) -> str | None:
+    """Why memory can't have sufficed, and what would fit; None if it should have, or if nothing is known of it."""
+    memory, share = _memory_bytes(fleet.engine.device), fleet.engine.gpu_memory_share
+    if memory is None:
+        return None
+    free, total = memory
+    if fleet.engine.device == "cpu":
+        return None if demand is None else misfit(demand, free)
+    return share_misfit(share, free, total) or (None if demand is None else misfit(demand, int(total * share)))
+
+
+def _memory_bytes(device: str) -> tuple[int, int] | None:
+    """(free, all) of the device; None where this process sees none."""
     from replicas.engine.device import free_memory_bytes, gpu_memory_bytes
 
-    if fleet.engine.device == "cpu":
-        return free_memory_bytes()
-    return int(gpu_memory_bytes() * fleet.engine.gpu_memory_share)
+    if device == "cpu":
+        free = free_memory_bytes()
+        return free, free
+    return gpu_memory_bytes()

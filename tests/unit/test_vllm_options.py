@@ -11,7 +11,7 @@ import pytest
 from configs.load import from_mapping, load
 from configs.schema import FleetConfig
 from replicas.errors import ConfigError
-from replicas.vllm_support.memory import Demand, misfit
+from replicas.vllm_support.memory import Demand, misfit, share_misfit
 from replicas.vllm_support.options import engine_arguments, environment, file_problems, key_of, problems
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -372,6 +372,13 @@ def test_a_cache_that_one_sequence_does_not_fit_into_is_refused_with_both_ways_o
 def test_devices_share_weights_and_cache():
     demand = Demand(weight_bytes=140 * GIB, kv_bytes_per_token=2**18, num_tokens=32768, num_devices=4)
     assert misfit(demand, 72 * GIB) is None
+
+
+def test_a_share_that_others_use_already_says_which_share_is_left():
+    assert share_misfit(0.9, 75 * GIB, 80 * GIB) is None
+    words = share_misfit(0.9, 50 * GIB, 80 * GIB)
+    assert words is not None
+    assert words.endswith("engine.gpu_memory_share=0.62 would fit")
 
 
 # The shipped configurations
