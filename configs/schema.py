@@ -48,7 +48,8 @@ class ModelConfig:
     )
     dtype: str = option(
         "auto",
-        "Number format of weights and activations. auto: bf16 where the device multiplies bf16 natively, else fp32.",
+        "Number format of weights and activations. auto: bf16 where the device multiplies bf16 natively, else fp32; vLLM on a "
+        "GPU takes the checkpoint's.",
         choices=("auto", "bf16", "fp16", "fp32"),
     )
     max_model_len: int = option(
@@ -152,7 +153,7 @@ class EngineConfig:
 class ReplicasConfig:
     num: int = option(2, "Replicas of the engine.", minimum=1, maximum=4096)
     num_cpus: float = option(1.0, "CPUs that Ray reserves for each replica.", minimum=0)
-    num_gpus: float = option(0.0, "GPUs that Ray reserves for each replica.", minimum=0)
+    num_gpus: float = option(0.0, "GPUs that Ray reserves for each replica; with vLLM as many as it computes on.", minimum=0)
     host: str = option(
         "127.0.0.1",
         "Address on which each replica's token socket and metrics port listen. Anything but loopback needs a cluster of "
