@@ -7,12 +7,12 @@ replica's own TCP socket (replicas.stream_server) to the ingresses, or, on the c
 from __future__ import annotations
 
 import asyncio
-import logging
 import os
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import ray
@@ -20,16 +20,12 @@ import ray
 from configs.load import from_part
 from replicas.build import build_engine
 from replicas.contract import Delta, GenerationRequest, StepOutput
+from replicas.health import complaint, leave_with_engine
 from replicas.measured_engine import MeasuredEngine
 from replicas.metrics import ReplicaMetrics
 from replicas.metrics_http import serve_metrics
 from replicas.stream_hub import StreamHub
 from replicas.stream_server import StreamServer
-
-logger = logging.getLogger("ray.serve")
-
-_WATCH_PERIOD_S = 0.25
-_LAST_WORDS_S = 0.25  # for the errors of the streams to leave
 
 
 class EngineReplica:
@@ -43,7 +39,13 @@ class EngineReplica:
         replicas_on_node = self._config.replicas.num
         self._engine = await asyncio.to_thread(build_engine, self._config, replicas_on_node=replicas_on_node)
         info = self._engine.info
-        self._metrics = ReplicaMetrics(info.model_name, self._boot_id, time.monotonic, block_size=info.block_size)
+        self._metrics = ReplicaMetrics(
+            info.model_name,
+            self._boot_id,
+            time.monotonic,
+            heartbeat_age_s=self._engine.heartbeat_age_s,
+            block_size=info.block_size,
+        )
         self._metrics.observe(StepOutput((), None, self._engine.stats()), time.monotonic())
         self._hub = StreamHub(MeasuredEngine(self._engine, self._metrics, time.monotonic), time.monotonic)
         self._server = StreamServer(self._hub, secret, self._boot_id, on_orphaned_slot=self._release_slot)
@@ -51,7 +53,9 @@ class EngineReplica:
         host = self._config.replicas.host
         self._endpoint = await self._server.start(host)
         self._metrics_port, self._close_metrics = serve_metrics(self._metrics.registry, host)
-        self._watching = asyncio.ensure_future(self._leave_with_engine())
+        # Serve replaces a replica after three failed health checks, but one whose process is gone at its next look, and its
+        # routers leave that one out at the first call that fails. `ray.actor.exit_actor` would only raise in this task.
+        self._watch = asyncio.create_task(leave_with_engine(self._engine, self._server, partial(os._exit, 1)))
 
     # ---- the engine's thread hands over ----
 
@@ -78,17 +82,14 @@ class EngineReplica:
         }
 
     def check_health(self) -> None:
-        failure = self._engine.failure()
-        if failure is not None:
-            raise RuntimeError(failure)
-        age_s = self._engine.heartbeat_age_s()
-        if age_s > self._config.replicas.stalled_after_s:
-            raise RuntimeError(f"the engine has work but made no step for {age_s:.0f} s")
+        reason = complaint(self._engine, self._config.replicas.stalled_after_s)
+        if reason is not None:
+            raise RuntimeError(reason)
 
     async def __del__(self) -> None:
         """Serve calls this when every reserved slot is free again, or when `drain_timeout_s` is over."""
         if hasattr(self, "_server"):
-            self._watching.cancel()
+            self._watch.cancel()
             await self._server.drain()
             await self._server.close()
             await asyncio.to_thread(self._close_metrics)
@@ -97,7 +98,7 @@ class EngineReplica:
     # ---- what ingresses call ----
 
     async def describe(self) -> dict[str, Any]:
-        """Raises once the engine can't serve any more: who counts replicas counts those that answer."""
+        """Raises while the engine can't serve: who counts replicas counts those that answer."""
         self.check_health()
         return self.record_replica_metadata()
 
@@ -111,18 +112,6 @@ class EngineReplica:
 
     async def clear_cache(self) -> None:
         self._engine.clear_cache()
-
-    # ---- the engine's end ----
-
-    async def _leave_with_engine(self) -> None:
-        """Serve replaces a replica after three failed health checks, but one whose process has gone at its next look, and
-        its routers leave it out at once. Nothing is lost by going: each stream has had its error, and the cache is gone."""
-        while (failure := self._engine.failure()) is None:
-            await asyncio.sleep(_WATCH_PERIOD_S)
-        logger.error("this replica ends: %s", failure)
-        await asyncio.sleep(_LAST_WORDS_S)
-        await self._server.close()
-        os._exit(1)
 
     # ---- Serve's slots ----
 

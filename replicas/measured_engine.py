@@ -24,7 +24,12 @@ class MeasuredEngine:
         self._engine.start(sink)
 
     def submit(self, request: GenerationRequest) -> None:
-        self._metrics.on_submit(request.request_id, self._clock(), len(request.prompt_token_ids))
+        self._metrics.on_submit(
+            request.request_id,
+            self._clock(),
+            num_prompt_tokens=len(request.prompt_token_ids),
+            max_tokens=request.sampling.max_tokens,
+        )
         try:
             self._engine.submit(request)
         except BaseException:

@@ -9,15 +9,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from replicas.blocks import BlockHash
-from replicas.contract import Delta, Engine, EngineStats, FinishReason, GenerationRequest, KVEvents, StepOutput
+from replicas.contract import (
+    Delta,
+    Engine,
+    EngineStats,
+    FinishReason,
+    GenerationRequest,
+    KVEvents,
+    StepOutput,
+)
 from replicas.delta_buffer import DeltaBuffer
-from replicas.errors import RequestError
+from replicas.errors import ReplicaLostError, RequestError
+from replicas.wire import to_error_info
 
 Consumer = Callable[[Delta], None]
+
+_FAILED = "the replica's engine failed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +87,18 @@ class StreamHub:
         return CacheSnapshot(self._sequence, tuple(self._cached))
 
     def open(self, request: GenerationRequest, consumer: Consumer) -> None:
-        """Submit `request`. Raises what Engine.submit raises, and RequestError for the id of a stream that is open."""
+        """Submit `request`. Raises what Engine.submit raises, RequestError for the id of a stream that is open, and
+        ReplicaLostError once the engine has failed."""
         request_id = request.request_id
         if request_id in self._consumers:
             raise RequestError(f"request id {request_id} is in use", code="duplicate_request_id")
         self._consumers[request_id] = consumer
         try:
             self._engine.submit(request)
-        except BaseException:
+        except BaseException as error:
             del self._consumers[request_id]
+            if self._engine.failure() is not None:
+                raise ReplicaLostError(_FAILED) from error
             raise
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
@@ -120,7 +134,7 @@ class StreamHub:
             take = consumers.get if delta.finish_reason is None else consumers.pop
             consumer = take(delta.request_id, None)
             if consumer is not None:
-                consumer(delta)
+                consumer(self._as_lost(delta) if delta.finish_reason is FinishReason.ERROR else delta)
         if output.kv_events is not None:
             self._apply(output.kv_events)
         self._stats = output.stats
@@ -149,6 +163,13 @@ class StreamHub:
             self._reported_at_s = now
             for subscriber in self._subscribers:
                 subscriber.on_report(stats)
+
+    def _as_lost(self, delta: Delta) -> Delta:
+        """`delta` ends its request with an error. If the engine itself failed, that is nothing about the request, and another
+        replica may answer it."""
+        if self._engine.failure() is None:
+            return delta
+        return replace(delta, error=to_error_info(ReplicaLostError(_FAILED)))
 
     def _apply(self, events: KVEvents) -> None:
         assert events.sequence == self._sequence + 1, f"KV events {events.sequence} follow {self._sequence}"

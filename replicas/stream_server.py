@@ -299,7 +299,7 @@ class StreamServer:
         self._on_orphaned_slot = on_orphaned_slot
         self._tick_s = tick_s
         self._max_silent_ticks = round(max_silence_s / tick_s)
-        self._is_draining = False
+        self.is_draining = False
         self._drained = asyncio.Event()
         self._listener: asyncio.Server | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -325,7 +325,7 @@ class StreamServer:
 
     async def drain(self) -> None:
         """Refuse new streams from now on, and return when the last one has been sent to its end. Wrap it in a timeout."""
-        self._is_draining = True
+        self.is_draining = True
         self.check_drained()
         await self._drained.wait()
 
@@ -343,7 +343,7 @@ class StreamServer:
 
     def open(self, request: GenerationRequest, stream: _Stream) -> None:
         """Raises TrieserveError, whatever went wrong: each Submit gets an answer."""
-        if self._is_draining:
+        if self.is_draining:
             raise ReplicaLostError("the replica is shutting down", code="replica_draining")
         try:
             self.hub.open(request, stream.deliver)
@@ -361,7 +361,7 @@ class StreamServer:
         self.check_drained()
 
     def check_drained(self) -> None:
-        if self._is_draining and self.num_streams == 0:
+        if self.is_draining and self.num_streams == 0:
             self._drained.set()
 
     def _on_timer(self) -> None:

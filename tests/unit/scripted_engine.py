@@ -53,6 +53,8 @@ class ScriptedEngine:
         self.submitted: dict[str, GenerationRequest] = {}
         self.aborted: dict[str, FinishReason] = {}
         self.refusal: Exception | None = None
+        self.failed: str | None = None
+        self.silent_s = 0.0
         self._sink: StepSink = lambda output: None
         self._deltas: list[Delta] = []
         self._sequence = 0
@@ -78,10 +80,10 @@ class ScriptedEngine:
         return EngineStats(num_blocks_total=100, steps_total=self._num_steps)
 
     def heartbeat_age_s(self) -> float:
-        return 0.0
+        return self.silent_s
 
     def failure(self) -> str | None:
-        return None
+        return self.failed
 
     def clear_cache(self) -> None:
         self._cleared = True

@@ -218,8 +218,8 @@ def test_plain_counters_start_at_zero_and_unmeasured_gauges_are_absent(metrics: 
 
 
 def replica_text(engine: str) -> bytes:
-    replica = ReplicaMetrics('a "quoted} {model\\', engine, lambda: 0.0)
-    replica.on_submit("a", 0.0, 4)
+    replica = ReplicaMetrics('a "quoted} {model\\', engine, lambda: 0.0, heartbeat_age_s=lambda: 0.0)
+    replica.on_submit("a", 0.0, num_prompt_tokens=4, max_tokens=8)
     finished = {"stop": 1}
     stats = EngineStats(started_total=1, finished_total=finished, num_blocks_total=4, num_blocks_free=4)
     replica.observe(StepOutput((Delta("a", (1, 2), FinishReason.STOP),), None, stats), 0.3)

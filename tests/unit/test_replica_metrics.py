@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from scripted_engine import ManualClock
 
 from cluster import metrics as cluster_metrics
-from replicas.contract import Delta, EngineStats, FinishReason, StepOutput, StepTimeCoefficients
+from replicas.contract import Delta, EngineStats, FinishReason, KVEvents, StepOutput, StepTimeCoefficients
 from replicas.exposition import Kind, Metric, MetricStore
 from replicas.metrics import METRICS, ReplicaMetrics
 from replicas.metrics_http import serve_metrics
@@ -40,7 +40,7 @@ def timer() -> ManualClock:
 
 @pytest.fixture
 def metrics(timer: ManualClock) -> ReplicaMetrics:
-    return ReplicaMetrics("tiny", "r0", timer)
+    return ReplicaMetrics("tiny", "r0", timer, heartbeat_age_s=lambda: 0.25)
 
 
 def step(*deltas: Delta, **stats: object) -> StepOutput:
@@ -58,17 +58,25 @@ def test_names_types_and_labels_are_those_that_dashboards_and_scrapers_read(metr
         "vllm:prefix_cache_hits_total": ("counter", ()),
         "vllm:prompt_tokens_total": ("counter", ()),
         "vllm:generation_tokens_total": ("counter", ()),
+        "vllm:prompt_tokens_cached_total": ("counter", ()),
         "vllm:num_preemptions_total": ("counter", ()),
+        "vllm:spec_decode_num_drafts_total": ("counter", ()),
+        "vllm:spec_decode_num_draft_tokens_total": ("counter", ()),
+        "vllm:spec_decode_num_accepted_tokens_total": ("counter", ()),
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total": ("counter", ("position",)),
         "vllm:request_success_total": ("counter", ("finished_reason",)),
         "vllm:time_to_first_token_seconds": ("histogram", ()),
         "vllm:inter_token_latency_seconds": ("histogram", ()),
         "vllm:request_time_per_output_token_seconds": ("histogram", ()),
         "vllm:e2e_request_latency_seconds": ("histogram", ()),
         "vllm:request_queue_time_seconds": ("histogram", ()),
+        "vllm:request_inference_time_seconds": ("histogram", ()),
         "vllm:request_prefill_time_seconds": ("histogram", ()),
         "vllm:request_decode_time_seconds": ("histogram", ()),
         "vllm:request_prompt_tokens": ("histogram", ()),
         "vllm:request_generation_tokens": ("histogram", ()),
+        "vllm:request_params_max_tokens": ("histogram", ()),
+        "vllm:request_prefill_kv_computed_tokens": ("histogram", ()),
         "trieserve:requests_started_total": ("counter", ()),
         "trieserve:requests_finished_total": ("counter", ("reason",)),
         "trieserve:pending_tokens": ("gauge", ()),
@@ -76,10 +84,12 @@ def test_names_types_and_labels_are_those_that_dashboards_and_scrapers_read(metr
         "trieserve:engine_steps_total": ("counter", ()),
         "trieserve:step_time_relative_error": ("gauge", ()),
         "trieserve:last_step_age_seconds": ("gauge", ()),
+        "trieserve:engine_heartbeat_age_seconds": ("gauge", ()),
     }
     assert {m.name: (m.kind.value, m.labels) for m in METRICS} == golden
     model = StepTimeCoefficients(0.001, 0.0, 0.0, 0.0, relative_error=0.1)
-    metrics.observe(step(num_blocks_total=4, num_blocks_free=4, step_time=model), 100.0)
+    drafts = {"drafts_total": 1, "accepted_per_position_total": (0,)}
+    metrics.observe(step(num_blocks_total=4, num_blocks_free=4, step_time=model, steps_total=1, **drafts), 100.0)
     exposed = {}
     for family in text_string_to_metric_families(metrics.render().decode()):
         name = family.name + ("_total" if family.type == "counter" else "")
@@ -100,11 +110,12 @@ def test_what_no_step_has_told_is_absent_rather_than_zero(metrics: ReplicaMetric
     assert found["trieserve:requests_started_total"] == 0
     for name in ("vllm:kv_cache_usage_perc", "trieserve:last_step_age_seconds", "trieserve:step_time_relative_error"):
         assert name not in found
-    assert not any(series.startswith("vllm:cache_config_info") for series in found)
+    assert not any(series.startswith(("vllm:cache_config_info", "vllm:spec_decode")) for series in found)
 
 
 def test_gauges_and_counters_are_the_engines_own(metrics: ReplicaMetrics, timer: ManualClock) -> None:
-    metrics.observe(step(num_running=2, num_waiting=1, num_blocks_total=8, num_blocks_used=2, prefix_hits_total=32), 100.0)
+    stats = {"num_blocks_total": 8, "num_blocks_used": 2, "prefix_hits_total": 32, "steps_total": 1}
+    metrics.observe(step(num_running=2, num_waiting=1, **stats), 100.0)
     timer.now = 103.0
     found = values(metrics)
     assert found["vllm:num_requests_running"] == 2
@@ -112,27 +123,59 @@ def test_gauges_and_counters_are_the_engines_own(metrics: ReplicaMetrics, timer:
     assert found["vllm:prefix_cache_hits_total"] == 32
     assert found["vllm:cache_config_info{block_size=16,num_gpu_blocks=8}"] == 1
     assert found["trieserve:last_step_age_seconds"] == 3
+    assert found["trieserve:engine_heartbeat_age_seconds"] == 0.25
+
+
+def test_cache_events_alone_are_no_step(metrics: ReplicaMetrics, timer: ManualClock) -> None:
+    metrics.observe(step(steps_total=1), 100.0)
+    metrics.observe(StepOutput((), KVEvents(1, cleared=True), EngineStats(steps_total=1)), 102.0)
+    timer.now = 103.0
+    assert values(metrics)["trieserve:last_step_age_seconds"] == 3
+
+
+def test_an_engine_that_speculates_shows_its_drafts_under_vllms_names(metrics: ReplicaMetrics) -> None:
+    drafts = {"drafts_total": 3, "draft_tokens_total": 6, "accepted_tokens_total": 4}
+    metrics.observe(step(**drafts, accepted_per_position_total=(3, 1)), 100.0)
+    found = {series: value for series, value in values(metrics).items() if series.startswith("vllm:spec_decode")}
+    assert found == {
+        "vllm:spec_decode_num_drafts_total": 3,
+        "vllm:spec_decode_num_draft_tokens_total": 6,
+        "vllm:spec_decode_num_accepted_tokens_total": 4,
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total{position=0}": 3,
+        "vllm:spec_decode_num_accepted_tokens_per_pos_total{position=1}": 1,
+    }
+
+
+def test_an_engine_that_speculates_and_has_not_yet_shows_zeros(metrics: ReplicaMetrics) -> None:
+    metrics.observe(step(accepted_per_position_total=(0, 0)), 100.0)
+    found = {series: value for series, value in values(metrics).items() if series.startswith("vllm:spec_decode")}
+    assert len(found) == 5
+    assert set(found.values()) == {0}
 
 
 def test_durations_of_one_request_add_up(metrics: ReplicaMetrics) -> None:
-    metrics.on_submit("a", 10.0, 7)
-    metrics.observe(step(Delta("a", (1,), queue_s=0.5, num_cached_tokens=0)), 12.0)
+    metrics.on_submit("a", 10.0, num_prompt_tokens=7, max_tokens=8)
+    metrics.observe(step(Delta("a", (1,), queue_s=0.5, num_cached_tokens=5)), 12.0)
     metrics.observe(step(Delta("a", (2, 3))), 12.5)
     metrics.observe(step(Delta("a", (4,), finish_reason=FinishReason.STOP)), 13.5)
     found = values(metrics)
     assert found["vllm:time_to_first_token_seconds_sum"] == 2.0
     assert found["vllm:request_queue_time_seconds_sum"] == 0.5
     assert found["vllm:request_prefill_time_seconds_sum"] == 1.5
+    assert found["vllm:request_inference_time_seconds_sum"] == 3.0
     assert found["vllm:request_decode_time_seconds_sum"] == 1.5
     assert found["vllm:e2e_request_latency_seconds_sum"] == 3.5
     assert found["vllm:request_time_per_output_token_seconds_sum"] == 0.5
     assert found["vllm:request_prompt_tokens_sum"] == 7
+    assert found["vllm:request_prefill_kv_computed_tokens_sum"] == 2
+    assert found["vllm:prompt_tokens_cached_total"] == 5
     assert found["vllm:request_generation_tokens_sum"] == 4
+    assert found["vllm:request_params_max_tokens_sum"] == 8
     assert metrics.num_tracked == 0
 
 
 def test_tokens_of_one_delta_share_the_gap_before_it(metrics: ReplicaMetrics) -> None:
-    metrics.on_submit("a", 0.0, 1)
+    metrics.on_submit("a", 0.0, num_prompt_tokens=1, max_tokens=8)
     metrics.observe(step(Delta("a", (1, 2))), 1.0)  # the second came with the first: no gap
     metrics.observe(step(Delta("a", (3, 4, 5, 6))), 1.4)  # 0.1 s each
     found = values(metrics)
@@ -144,7 +187,7 @@ def test_tokens_of_one_delta_share_the_gap_before_it(metrics: ReplicaMetrics) ->
 
 
 def test_a_value_equal_to_a_limit_is_within_it(metrics: ReplicaMetrics) -> None:
-    metrics.on_submit("a", 0.0, 1)
+    metrics.on_submit("a", 0.0, num_prompt_tokens=1, max_tokens=8)
     metrics.observe(step(Delta("a", (1,))), 0.45)
     found = values(metrics)
     assert found["vllm:time_to_first_token_seconds_bucket{le=0.35}"] == 0
@@ -152,7 +195,7 @@ def test_a_value_equal_to_a_limit_is_within_it(metrics: ReplicaMetrics) -> None:
 
 
 def test_a_refused_request_leaves_nothing_behind(metrics: ReplicaMetrics) -> None:
-    metrics.on_submit("a", 0.0, 1)
+    metrics.on_submit("a", 0.0, num_prompt_tokens=1, max_tokens=8)
     metrics.on_refused("a")
     metrics.observe(step(Delta("a", (1,))), 1.0)
     assert metrics.num_tracked == 0
@@ -211,10 +254,10 @@ actions = st.one_of(
 def test_metrics_add_up_whatever_an_engine_does(script: list[tuple[int, int, FinishReason | None, int] | None]) -> None:
     """cases MT01, MT04: at any scrape; and durations count what their help says."""
     now = 0.0
-    engine, metrics = EngineModel(), ReplicaMetrics("tiny", "r0", lambda: now)
+    engine, metrics = EngineModel(), ReplicaMetrics("tiny", "r0", lambda: now, heartbeat_age_s=lambda: 0.0)
     for action in script:
         if action is None:
-            metrics.on_submit(engine.submit(), now, 3)
+            metrics.on_submit(engine.submit(), now, num_prompt_tokens=3, max_tokens=8)
             metrics.observe(StepOutput((), None, engine.stats()), now)
         else:
             now += action[3] / 1000
@@ -233,7 +276,7 @@ def test_metrics_add_up_whatever_an_engine_does(script: list[tuple[int, int, Fin
 
 
 def test_buckets_are_cumulative_and_end_with_the_count(metrics: ReplicaMetrics) -> None:
-    metrics.on_submit("a", 0.0, 1_000_000)
+    metrics.on_submit("a", 0.0, num_prompt_tokens=1_000_000, max_tokens=8)
     metrics.observe(step(Delta("a", (1,), FinishReason.STOP)), 1e6)  # beyond the last bucket
     for family in text_string_to_metric_families(metrics.render().decode()):
         if family.type == "histogram":

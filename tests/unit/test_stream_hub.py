@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scripted_engine import ManualClock, ScriptedEngine, block, make_request, until
 
-from replicas.contract import Delta, FinishReason
-from replicas.errors import OverloadedError, RequestError
+from replicas.contract import Delta, EngineStats, ErrorInfo, FinishReason, KVEvents, StepOutput
+from replicas.errors import EngineError, OverloadedError, ReplicaLostError, RequestError
 from replicas.stream_hub import StreamHub
 
 
@@ -148,6 +148,34 @@ async def test_a_reader_that_is_cancelled_aborts_the_request(engine, hub):
     assert engine.aborted == {"a": FinishReason.ABORT}
 
 
+# An engine that failed
+
+
+def test_the_requests_of_a_failed_engine_are_lost_with_their_replica_and_not_to_blame(engine, hub):
+    got = []
+    hub.open(make_request("a"), got.append)
+    engine.emit("a", finish=FinishReason.ERROR, error=ErrorInfo("EngineError", "the engine failed"))
+    engine.failed = "its books contradict each other"
+    engine.step()
+    [delta] = got
+    assert (delta.finish_reason, delta.error.name, delta.error.code) == (FinishReason.ERROR, "ReplicaLostError", "replica_lost")
+
+
+def test_an_error_of_one_request_is_its_own_while_the_engine_goes_on(engine, hub):
+    got = []
+    hub.open(make_request("a"), got.append)
+    engine.emit("a", finish=FinishReason.ERROR, error=ErrorInfo("EngineError", "the engine failed on this request"))
+    engine.step()
+    assert got[0].error.name == "EngineError"
+
+
+def test_a_failed_engine_refuses_nobody_for_good(engine, hub):
+    engine.failed, engine.refusal = "its books contradict each other", EngineError("the engine has failed")
+    with pytest.raises(ReplicaLostError):
+        hub.open(make_request("a"), lambda delta: None)
+    assert hub.num_streams == 0
+
+
 # Cache events
 
 numbers = st.lists(st.integers(0, 15), max_size=5)
@@ -193,6 +221,18 @@ def test_a_snapshot_and_the_events_after_it_give_the_cache_whenever_one_subscrib
     for mirror in mirrors:
         assert mirror.blocks == expected
         assert mirror.sequence == hub.snapshot().sequence
+
+
+def test_events_without_a_step_reach_subscribers_and_no_stream(engine, hub, clock):
+    """vLLM tells of its cache a little later than of the tokens."""
+    got = []
+    hub.open(make_request("a"), got.append)
+    mirror = Mirror(hub)
+    hub.publish(StepOutput((), KVEvents(1, stored=(block(1),)), EngineStats(num_running=1)))
+    hub.publish(StepOutput((), KVEvents(2, stored=(block(2),), removed=(block(1),)), EngineStats(num_running=1)))
+    assert mirror.blocks == {block(2)}
+    assert mirror.reports == [], "no denser than their period"
+    assert got == []
 
 
 def test_a_gap_in_the_engines_events_is_our_own_bug(engine, hub):
