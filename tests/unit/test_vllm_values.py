@@ -137,6 +137,12 @@ class TestErrors:
         info = error_info(error, request())
         assert (info.message, info.param) == ("no", "response_format")
 
+    def test_a_refusal_that_names_no_parameter_is_about_one_that_was_set(self):
+        error = type("VLLMClientError", (Exception,), {})("The min_p and logit_bias sampling parameters are not yet supported")
+        assert error_info(error, request(min_p=0.1)).param == "min_p"
+        assert error_info(error, request(logit_bias=((5, 1.0),))).param == "logit_bias"
+        assert error_info(error, request()).param is None
+
 
 class TestReports:
     def test_silence_of_the_scheduler_is_no_report(self):
