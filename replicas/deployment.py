@@ -53,8 +53,8 @@ class EngineReplica:
         host = self._config.replicas.host
         self._endpoint = await self._server.start(host)
         self._metrics_port, self._close_metrics = serve_metrics(self._metrics.registry, host)
-        # Serve replaces a replica after three failed health checks, but one whose process is gone at its next look, and its
-        # routers leave that one out at the first call that fails. `ray.actor.exit_actor` would only raise in this task.
+        # Serve replaces a replica after three failed health checks, but one whose process is gone at its next look (ray 2.60).
+        # `ray.actor.exit_actor` would first wait for the calls that run and for what others left to do at exit.
         self._watch = asyncio.create_task(leave_with_engine(self._engine, self._server, partial(os._exit, 1)))
 
     # ---- the engine's thread hands over ----

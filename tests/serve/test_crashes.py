@@ -8,51 +8,17 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Event
 
 import httpx
 import psutil
 import pytest
-from app_client import ENDLESS, MODEL, gauges_at_rest, sse_events
+from app_client import ENDLESS, gauges_at_rest
 from processes import until
+from streams import MAX_STREAMS, start_streams
 
 ENGINE, INGRESS = "ray::ServeReplica:trieserve:engine", "ray::ServeReplica:trieserve:ingress"
 SLOTS_OF = Path(__file__).with_name("slots_of.py")
-
-MAX_STREAMS = 32
-
-
-@dataclass
-class Stream:
-    """What a client saw of one stream."""
-
-    replica: str = ""
-    events: list[str] = field(default_factory=list)
-    was_cut: bool = False
-    has_begun: Event = field(default_factory=Event)
-
-    def read(self, app, prompt: str, **fields) -> None:
-        body = {"model": MODEL, "prompt": prompt, "stream": True, **fields}
-        try:
-            with httpx.stream("POST", f"{app.url}/v1/completions", json=body, headers=app.headers, timeout=60) as reply:
-                assert reply.status_code == 200
-                self.replica = reply.headers["x-trieserve-replica"]
-                for event in sse_events(reply.iter_lines()):
-                    self.events.append(event)
-                    self.has_begun.set()
-        except httpx.TransportError:
-            self.was_cut = True
-
-    @property
-    def finish_reasons(self) -> list[str]:
-        choices = [choice for event in self.events if event != "[DONE]" for choice in json.loads(event).get("choices", ())]
-        return [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
-
-    @property
-    def error(self) -> dict | None:
-        return json.loads(self.events[-2]).get("error") if self.events[-1] == "[DONE]" else None
 
 
 @pytest.fixture
@@ -61,25 +27,15 @@ def pool():
         yield pool
 
 
-def start_streams(app, pool, **fields):
-    """At least eight that have a first token, on both replicas: one that is new gets the first few alone."""
-    streams, done = [], []
-    while len(streams) < 8 or len({stream.replica for stream in streams}) < 2:
-        assert len(streams) < MAX_STREAMS
-        streams.append(Stream())
-        # What differs from the first token on shares no prefix.
-        done.append(pool.submit(streams[-1].read, app, f"{os.urandom(4).hex()} is how it begins", **fields))
-        assert streams[-1].has_begun.wait(30)
-    return streams, done
-
-
 def test_when_a_replica_is_killed_its_streams_end_with_an_error_and_the_app_goes_on(app, pool):
     streams, done = start_streams(app, pool, max_tokens=600, ignore_eos=True)
     victim, survivor = app.server.named(ENGINE)
     victim.send_signal(signal.SIGKILL)
+    noticed = pool.submit(until, lambda: app.num_ready() == 1, 2, "the dead replica is still counted as ready")
     # Without waiting for anybody to notice.
     statuses = [app.complete(f"after the crash, number {number}").status_code for number in range(100)]
     assert statuses == [200] * 100
+    noticed.result()
     wait(done, timeout=60)
 
     failed = [stream for stream in streams if stream.error is not None]
