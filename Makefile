@@ -4,7 +4,7 @@
 #   make test  [ARGS="tests/unit -k trie"]                              the tests
 #   make test-vllm [ARGS="-k conformance"]                              the tests that need vLLM, in an environment of their own
 #   make check                                                          lint, format, types, layout
-#   make bench-serving | bench-router | bench-datapath [ARGS="..."]     measurements
+#   make bench-serving | bench-router | bench-datapath | bench-vllm [ARGS="..."]     measurements
 
 # A python3.11 on the path may be a version manager's stub that only complains: ask it to do something.
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
@@ -27,7 +27,7 @@ DEV_STAMP := $(VENV)/.stamp-dev
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.stamp-vllm
 
-.PHONY: setup setup-vllm serve test test-vllm check bench-serving bench-router bench-datapath clean
+.PHONY: setup setup-vllm serve test test-vllm check bench-serving bench-router bench-datapath bench-vllm clean
 .DEFAULT_GOAL := help
 
 help:
@@ -61,6 +61,9 @@ bench-router: $(DEV_STAMP)
 
 bench-datapath: $(DEV_STAMP)
 	$(RUN) infra/bench/bench_datapath.py $(ARGS)
+
+bench-vllm: $(VLLM_STAMP)
+	$(VLLM_VENV)/bin/python infra/bench/bench_vllm.py $(ARGS)
 
 # The CPU build of vLLM brings its own set of packages, so it gets its own environment. torchvision and its like come with it,
 # are built for another torch, and keep vLLM from being imported; serving text needs none of them.

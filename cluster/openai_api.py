@@ -174,6 +174,7 @@ def to_sampling(
         repetition_penalty=call.repetition_penalty,
         logit_bias=call.logit_bias,
         seed=default_seed if call.seed is None else call.seed,
+        is_seeded=call.seed is not None,
         min_tokens=call.min_tokens,
         stop_token_ids=call.stop_token_ids,
         ignore_eos=call.ignore_eos,

@@ -98,10 +98,12 @@ class ServeBackend:
                 tickets.append(ticket)
                 call = contextvars.Context().run(self._engine.options(stream=True).generate.remote, ticket, request)
                 streams.append(_ClassicStream(call, ticket))
-            first = streams[0]
-            await first.start(timeout_s)
-            decision = tickets[0].decision
-            yield _dispatched(decision.ranking[0] if decision is not None else "", streams, tickets[0])
+            try:
+                await streams[0].start(timeout_s)
+                yield _dispatched(streams[0].replica or "", streams, tickets[0])
+            except ReplicaLostError as error:
+                error.replica = error.replica or streams[0].replica
+                raise
         finally:
             for ticket in tickets:
                 ticket.release()
@@ -206,14 +208,14 @@ class _ClassicStream:
         try:
             delta: Delta = await anext(self._items)
         except StopAsyncIteration:
-            raise ReplicaLostError("the replica ended the stream early", replica=self._replica()) from None
+            raise ReplicaLostError("the replica ended the stream early", replica=self.replica) from None
         except (RayError, DeploymentUnavailableError, BackPressureError) as error:
             cause = getattr(error, "cause", None)
             if isinstance(cause, TrieserveError):
                 raise cause from None
             ours = _as_ours(error)
             if isinstance(ours, ReplicaLostError):
-                ours.replica = self._replica()
+                ours.replica = self.replica
             raise ours from error
         self._finished = delta.finish_reason is not None
         return delta
@@ -223,6 +225,8 @@ class _ClassicStream:
             self._finished = True
             self._call.cancel()
 
-    def _replica(self) -> str | None:
+    @property
+    def replica(self) -> str | None:
+        """Where the router sent it, as far as it has decided."""
         decision = self._ticket.decision
         return decision.ranking[0] if decision is not None else None

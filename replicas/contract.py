@@ -51,7 +51,8 @@ class SamplingParams:
 
     `temperature == 0` is greedy. `seed` is always set: the ingress draws one when the client gave none, so that a sequence
     which continues on another replica samples the same tokens. The draw at output position i of choice c uses a
-    counter-based generator keyed by (seed, c, i) and nothing else.
+    counter-based generator keyed by (seed, c, i) and nothing else, in our own engines; vLLM has generators of its own, which
+    repeat themselves but can't be set to a position.
     """
 
     max_tokens: int
@@ -64,6 +65,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
+    is_seeded: bool = True  # somebody asked for `seed`; otherwise an engine may draw as it likes
     min_tokens: int = 0  # no stop token may be drawn before this many output tokens
     stop_token_ids: tuple[int, ...] = ()  # in addition to the model's end-of-sequence ids
     ignore_eos: bool = False  # the model's end-of-sequence ids don't stop; `stop_token_ids` still do

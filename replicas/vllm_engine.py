@@ -77,14 +77,17 @@ class VllmEngine:
         info: EngineInfo,
         *,
         max_queued_requests: int,
+        can_seed: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`start_llm` is called on the loop, and what it raises is raised here; `make_feed` where there are KV events.
 
-        `info` is what the configuration says of the engine; vLLM may correct its lengths and numbers.
+        `info` is what the configuration says of the engine; vLLM may correct its lengths and numbers. For `can_seed` see
+        vllm_support.sampling.
         """
         self._clock = clock
         self._max_queued_requests = max_queued_requests
+        self._can_seed = can_seed
         self._sink: StepSink = _drop
         self._sink_errors: set[type[Exception]] = set()  # kinds already logged
         self._requests: dict[str, _Request] = {}  # the loop's
@@ -142,7 +145,7 @@ class VllmEngine:
 
     def submit(self, request: GenerationRequest) -> None:
         request = validate(request, self._info)
-        sampling = sampling_arguments(request, self._info.eos_token_ids)
+        sampling = sampling_arguments(request, self._info.eos_token_ids, can_seed=self._can_seed)
         with self._lock:
             if self._failure is not None:
                 raise ReplicaLostError("this replica's engine has died and is about to be replaced")

@@ -21,14 +21,20 @@ _GRAMMARS: Mapping[GrammarKind, Callable[[str], dict[str, Any]]] = {
 GRAMMARS: tuple[str, ...] = tuple(kind.value for kind in _GRAMMARS)
 
 
-def sampling_arguments(request: GenerationRequest, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+def sampling_arguments(request: GenerationRequest, eos_token_ids: Sequence[int], *, can_seed: bool = True) -> dict[str, Any]:
     """Keyword arguments of vllm.SamplingParams; `structured_outputs` are those of StructuredOutputsParams.
 
     All ends are named, since vLLM knows one end-of-sequence id by itself where a model has several. `request` has passed
     replicas.engine.validate. Raises UnsupportedError for what would be computed differently here than elsewhere.
+
+    A generator for each sequence slows every step down, so a seed that nobody asked for is left out. `can_seed` is whether
+    vLLM can take one: its CPU build can't. Whenever a seeded prompt is computed in more than one step, it sets the generator
+    back, which raises for CPU generators, and the core dies with all its requests (0.32, `_bookkeeping_sync`).
     """
     params = request.sampling
     _check_prior_output(request)
+    if params.is_seeded and params.temperature > 0.0 and not can_seed:
+        raise UnsupportedError("vLLM's CPU build can't draw by a seed; leave it out, or set temperature to 0", param="seed")
     stop_token_ids = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *eos_token_ids)
     return {
         "max_tokens": params.max_tokens,
@@ -41,7 +47,7 @@ def sampling_arguments(request: GenerationRequest, eos_token_ids: Sequence[int])
         "frequency_penalty": params.frequency_penalty,
         "repetition_penalty": params.repetition_penalty,
         "logit_bias": dict(params.logit_bias) or None,
-        "seed": None if params.temperature == 0.0 else _seed(params.seed, request.choice, request.num_prior_output_tokens),
+        "seed": _seed(request) if params.is_seeded and params.temperature > 0.0 else None,
         "stop_token_ids": list(dict.fromkeys(stop_token_ids)),
         "ignore_eos": params.ignore_eos,
         "logprobs": params.num_logprobs,
@@ -78,8 +84,9 @@ def _penalizes(params: SamplingParams) -> bool:
     return (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) != (0.0, 0.0, 1.0)
 
 
-def _seed(seed: int, choice: int, position: int) -> int:
+def _seed(request: GenerationRequest) -> int:
     """vLLM keeps one generator a sequence: choices, and parts of an answer, need seeds of their own."""
+    seed, choice, position = request.sampling.seed, request.choice, request.num_prior_output_tokens
     if choice == 0 and position == 0:
         return seed
     digest = hashlib.sha256(f"{seed}:{choice}:{position}".encode()).digest()

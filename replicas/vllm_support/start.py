@@ -50,7 +50,7 @@ def build(config: AppConfig, replicas_on_node: int) -> VllmEngine:
     )
     adapters = {adapter.name: Path(adapter.source) for adapter in fleet.model.adapters}
     try:
-        engine = _start(arguments, adapters, sockets, _info(fleet, installed.device), fleet.engine.max_queued_requests)
+        engine = _start(fleet, arguments, adapters, sockets)
         engine.warm_up(_warm_up_requests(engine.info))
     except _REFUSALS as error:
         raise _explained(error, fleet, plan) from error
@@ -130,9 +130,7 @@ def _plan(fleet: FleetConfig, replicas_on_node: int) -> _Plan:
     return _Plan(model, kv_cache_bytes, demand, misfit(demand, free_memory_bytes()) if is_cpu else None)
 
 
-def _start(
-    arguments: Mapping[str, Any], adapters: Mapping[str, Path], sockets: Path, info: EngineInfo, max_queued_requests: int
-) -> VllmEngine:
+def _start(fleet: FleetConfig, arguments: Mapping[str, Any], adapters: Mapping[str, Path], sockets: Path) -> VllmEngine:
     # vLLM reads the environment when it is imported.
     from replicas.vllm_support.event_feed import EventFeed
     from replicas.vllm_support.llm import Llm
@@ -140,7 +138,13 @@ def _start(
     make_feed: Callable[[], EventFeed] | None = None
     if "kv_events_config" in arguments:
         make_feed = partial(EventFeed, f"ipc://{sockets}/events", f"ipc://{sockets}/replay")
-    return VllmEngine(partial(Llm, arguments, adapters), make_feed, info, max_queued_requests=max_queued_requests)
+    return VllmEngine(
+        partial(Llm, arguments, adapters),
+        make_feed,
+        _info(fleet, fleet.engine.device),
+        max_queued_requests=fleet.engine.max_queued_requests,
+        can_seed=fleet.engine.device != "cpu",
+    )
 
 
 def _info(fleet: FleetConfig, device: str) -> EngineInfo:

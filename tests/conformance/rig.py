@@ -31,6 +31,7 @@ class Abilities:
     grammars: bool = False
     continues_penalized: bool = True  # answers begun elsewhere under penalties
     max_penalty: float = 100.0  # presence and frequency
+    seeds: bool = True
     exact_in_batch: bool = True  # greedy tokens don't depend on what else is in the batch
 
 
@@ -77,8 +78,10 @@ class Rig:
     def request(
         self, prompt: Iterable[int], max_tokens: int = 4, *, root: bytes = ROOT, choice: int = 0, **sampling: Any
     ) -> GenerationRequest:
-        """Greedy and endless but for `max_tokens`, unless `sampling` says otherwise."""
-        params = SamplingParams(max_tokens, **{"temperature": 0.0, "ignore_eos": True, **sampling})
+        """Greedy and endless but for `max_tokens`, unless `sampling` says otherwise; drawn by a seed if it has one."""
+        params = SamplingParams(
+            max_tokens, **{"temperature": 0.0, "ignore_eos": True, "is_seeded": "seed" in sampling, **sampling}
+        )
         return GenerationRequest(f"r{next(self._ids)}", tuple(prompt), params, root, choice=choice)
 
     def serve(self, *requests: GenerationRequest) -> list[Answer]:

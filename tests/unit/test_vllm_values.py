@@ -49,8 +49,16 @@ class TestSampling:
         assert len(set(seeds)) == 4
         assert all(-(2**63) <= seed < 2**63 for seed in seeds)
 
-    def test_a_greedy_request_draws_nothing(self):
+    def test_a_seed_that_nobody_asked_for_is_left_out(self):
         assert sampling_arguments(request(temperature=0.0, seed=7), EOS)["seed"] is None
+        assert sampling_arguments(request(seed=7, is_seeded=False), EOS)["seed"] is None
+
+    def test_where_a_seed_would_kill_vllm_it_is_refused(self):
+        with pytest.raises(UnsupportedError) as caught:
+            sampling_arguments(request(seed=7), EOS, can_seed=False)
+        assert caught.value.param == "seed"
+        for harmless in ({"temperature": 0.0}, {"is_seeded": False}):
+            assert sampling_arguments(request(**harmless), EOS, can_seed=False)["seed"] is None
 
     def test_text_is_none_of_vllms_business(self):
         assert sampling_arguments(request(), EOS)["detokenize"] is False

@@ -20,8 +20,8 @@ def make(folder: Path) -> Path:
     tensors = {}
     for layer in range(shape.num_layers):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
-        tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, shape.hidden_size, generator=generator) * 0.1
-        tensors[f"{name}.lora_B.weight"] = torch.randn(shape.num_heads * shape.head_dim, RANK, generator=generator) * 0.1
+        tensors[f"{name}.lora_A.weight"] = torch.randn(RANK, shape.hidden_size, generator=generator) * 0.3
+        tensors[f"{name}.lora_B.weight"] = torch.randn(shape.num_heads * shape.head_dim, RANK, generator=generator) * 0.3
     folder.mkdir()
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 16, "target_modules": ["q_proj"], "bias": "none"}
