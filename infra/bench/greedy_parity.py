@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -104,10 +105,10 @@ def logprob_error(ours: OurAnswer, reference: ReferenceAnswer, parted: int | Non
     return float((theirs - torch.tensor(ours.logprobs[:num_common])).abs().max())
 
 
-def our_answers(dtype: str, prompt_ids: Sequence[Tokens], progress: Progress) -> list[OurAnswer]:
-    """All prompts at once through the engine that tiny-cpu.yaml describes (16 sequences a step), on all cores."""
-    config = load(CONFIG, [f"model.dtype={dtype}", f"engine.num_threads={os.cpu_count()}", "replicas.num=1"])
-    task = progress.add_task(f"greedy: ours, {dtype}", total=len(prompt_ids) * NUM_NEW_TOKENS)
+def our_answers(dtype: str, prompt_ids: Sequence[Tokens], progress: Progress, path: Path = CONFIG) -> list[OurAnswer]:
+    """All prompts at once through the engine that `path` describes (16 sequences a step), on all cores."""
+    config = load(path, [f"model.dtype={dtype}", f"engine.num_threads={os.cpu_count()}", "replicas.num=1"])
+    task = progress.add_task(f"greedy: {config.engine.kind}, {dtype}", total=len(prompt_ids) * NUM_NEW_TOKENS)
     return run_engine(config, prompt_ids, lambda num_tokens: progress.advance(task, num_tokens))
 
 

@@ -32,13 +32,13 @@ class ServingApp:
 
 
 @contextmanager
-def serving_app(*overrides: str, up: Sequence[str] = ("-m", "cluster", "up")) -> Iterator[ServingApp]:
-    """`python -m cluster up` with configs/tiny-cpu.yaml, a free port and `overrides`, on a Ray cluster of its own.
+def serving_app(*overrides: str, up: Sequence[str] = ("-m", "cluster", "up"), config: Path = CONFIG) -> Iterator[ServingApp]:
+    """`python -m cluster up` with `config`, a free port and `overrides`, on a Ray cluster of its own.
 
     `up` are the interpreter's arguments, for a script that does the same with a difference.
     """
     port = free_port()
-    command = [sys.executable, *up, "--config", str(CONFIG), f"ingress.port={port}", *overrides]
+    command = [sys.executable, *up, "--config", str(config), f"ingress.port={port}", *overrides]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     with running(command, environment, ready=lambda output: "\nready: " in f"\n{output}") as pid:
         yield ServingApp(f"http://127.0.0.1:{port}", pid)

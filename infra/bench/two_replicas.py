@@ -58,7 +58,8 @@ async def in_order(
 # ---- caches and load ----
 
 
-async def cache_and_load(client: Client, progress: Progress) -> dict[str, Any]:
+async def cache_and_load(client: Client, progress: Progress, block_size: int = BLOCK_SIZE) -> dict[str, Any]:
+    """`block_size` is the engines'."""
     requests = await _tenants_requests(client, random.Random(3))
     task = progress.add_task(f"fleet: {NUM_TENANTS} tenants, {NUM_FLEET_IN_FLIGHT} requests in flight", total=len(requests))
 
@@ -79,7 +80,7 @@ async def cache_and_load(client: Client, progress: Progress) -> dict[str, Any]:
         load[answer.headers["x-trieserve-replica"]] += answer.num_prompt_tokens + answer.num_output_tokens
     percentiles = statistics.quantiles((answer.ttft_s for answer in answers), n=100, method="inclusive")
     return {
-        "cache_share_of_bound": sum(num_cached) / cacheable_tokens(prompts),
+        "cache_share_of_bound": sum(num_cached) / cacheable_tokens(prompts, block_size),
         "load_max_over_mean": max(load.values()) * NUM_REPLICAS / load.total(),
         "match_exact_share": sum(a == str(b) for a, b in zip(matched, num_cached, strict=True)) / len(answers),
         **{f"fleet_ttft_p{percent}_s": percentiles[percent - 1] for percent in (50, 90, 99)},
@@ -105,14 +106,14 @@ async def _tenants_requests(client: Client, rng: random.Random) -> list[Messages
     return requests
 
 
-def cacheable_tokens(prompts: Sequence[Sequence[int]]) -> int:
+def cacheable_tokens(prompts: Sequence[Sequence[int]], block_size: int) -> int:
     """Prompt tokens that one cache without limits would serve: in whole blocks, of what earlier prompts began with. A prompt's
     last token is always computed, because its logits are needed."""
     root, seen, num_tokens = chain_root(b"bench"), set[bytes](), 0
     for prompt in prompts:
-        known = itertools.takewhile(seen.__contains__, hash_blocks(root, prompt[:-1]))
-        num_tokens += sum(BLOCK_SIZE for _ in known)
-        seen.update(hash_blocks(root, prompt))
+        known = itertools.takewhile(seen.__contains__, hash_blocks(root, prompt[:-1], block_size))
+        num_tokens += sum(block_size for _ in known)
+        seen.update(hash_blocks(root, prompt, block_size))
     return num_tokens
 
 
