@@ -17,6 +17,7 @@ from replicas.contract import FinishReason
 from replicas.errors import ReplicaLostError
 from tests.conformance.rig import Rig
 from tests.conformance.suite import Cache, prompt
+from tests.serve.processes import until
 
 TUNED_ROOT = chain_root(b"of the conformance suite", adapter="tuned")
 
@@ -50,6 +51,21 @@ class TestAdapters:
 
 
 class TestDeath:
+    def test_a_core_that_hangs_is_late_busy_or_idle(self, rig: Rig) -> None:
+        rig.until_idle()
+        [pid] = rig.engine.core_pids()
+        for asked in ([], [rig.request(prompt(40, seed=95), 400)]):
+            for request in asked:
+                rig.submit(request)
+                rig.until(lambda request=request: rig.answers[request.request_id].token_ids, "no first token")
+            os.kill(pid, signal.SIGSTOP)
+            until(lambda: rig.engine.heartbeat_age_s() > 1.0, 10, "nobody notices")
+            os.kill(pid, signal.SIGCONT)
+            until(lambda: rig.engine.heartbeat_age_s() < 0.5, 10, "it does not recover")
+            for request in asked:
+                rig.engine.abort(request.request_id)
+                rig.ended(request)
+
     def test_a_dead_core_ends_every_answer_with_an_error_and_is_told(self, rig: Rig) -> None:
         rig.until_idle()
         running = [rig.request(prompt(40, seed=90 + i), 400) for i in range(3)]
