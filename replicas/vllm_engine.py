@@ -78,16 +78,18 @@ class VllmEngine:
         *,
         max_queued_requests: int,
         can_seed: bool = True,
+        clean_up: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`start_llm` is called on the loop, and what it raises is raised here; `make_feed` where there are KV events.
 
         `info` is what the configuration says of the engine; vLLM may correct its lengths and numbers. For `can_seed` see
-        vllm_support.sampling.
+        vllm_support.sampling. `clean_up` is called when vLLM has ended, or hasn't started.
         """
         self._clock = clock
         self._max_queued_requests = max_queued_requests
         self._can_seed = can_seed
+        self._clean_up = clean_up
         self._sink: StepSink = _drop
         self._sink_errors: set[type[Exception]] = set()  # kinds already logged
         self._requests: dict[str, _Request] = {}  # the loop's
@@ -109,15 +111,16 @@ class VllmEngine:
             self._llm = self._thread.call(start_llm, self._on_stats)
         except BaseException:
             self._thread.stop()
+            clean_up()
             raise
         self._info = self._llm.actual(info)
         self._translator = KvEventTranslator(self._info.block_size)
         self._telemetry = Telemetry(self._info.num_blocks, StepTimeModel())
         self._stats = self._telemetry.stats(0)
-        self._tasks = [self._thread.spawn(self._watch())]
+        self._tasks = [self._thread.call(self._loop.create_task, self._watch())]
         if make_feed is not None:
             feed = self._thread.call(make_feed)
-            self._tasks.append(self._thread.spawn(feed.run(self._on_events, self._on_lost)))
+            self._tasks.append(self._thread.call(self._loop.create_task, feed.run(self._on_events, self._on_lost)))
 
     @property
     def info(self) -> EngineInfo:
@@ -193,6 +196,7 @@ class VllmEngine:
             self._stopping = True
         self._thread.run_for(self._end_all(), _STOP_TIMEOUT_S)
         self._thread.stop()
+        self._clean_up()
 
     # ---- on the loop: requests ----
 
@@ -335,15 +339,17 @@ class VllmEngine:
         self._stats = self._telemetry.stats(0)
 
     async def _watch(self) -> None:
-        pings: set[asyncio.Task[None]] = set()
-        while self._failure is None:
-            await asyncio.sleep(_WATCH_PERIOD_S)
-            if self._llm.is_dead:
-                self._fail(_DEATH)
-            elif self._ping_sent_s is None:
-                pings = {self._loop.create_task(self._ping())}  # kept, or the loop forgets it
-        for ping in pings:
-            ping.cancel()
+        ping: asyncio.Task[None] | None = None
+        try:
+            while self._failure is None:
+                await asyncio.sleep(_WATCH_PERIOD_S)
+                if self._llm.is_dead:
+                    self._fail(_DEATH)
+                elif ping is None or ping.done():
+                    ping = self._loop.create_task(self._ping())
+        finally:
+            if ping is not None:
+                ping.cancel()
 
     async def _ping(self) -> None:
         with self._lock:
@@ -374,6 +380,7 @@ class VllmEngine:
         await asyncio.sleep(0)  # their last deltas leave
         for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._llm.shutdown()
 
     def _retry_after_s(self) -> float:

@@ -137,7 +137,7 @@ def run_engine(config: AppConfig, prompt_ids: Sequence[Tokens], advance: Callabl
     engine.start(sink)
     try:
         for index, ids in enumerate(prompt_ids):
-            engine.submit(GenerationRequest(str(index), ids, sampling, root, hash_blocks(root, ids)))
+            engine.submit(GenerationRequest(str(index), ids, sampling, root, hash_blocks(root, ids, engine.info.block_size)))
         finished.wait()
     finally:
         engine.shutdown()

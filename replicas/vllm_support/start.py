@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -51,9 +52,15 @@ def build(config: AppConfig, replicas_on_node: int) -> VllmEngine:
     adapters = {adapter.name: Path(adapter.source) for adapter in fleet.model.adapters}
     try:
         engine = _start(fleet, arguments, adapters, sockets)
-        engine.warm_up(_warm_up_requests(engine.info))
     except _REFUSALS as error:
         raise _explained(error, fleet, plan) from error
+    try:
+        engine.warm_up(_warm_up_requests(engine.info))
+    except BaseException as error:
+        engine.shutdown()
+        if isinstance(error, _REFUSALS):
+            raise _explained(error, fleet, plan) from error
+        raise
     return engine
 
 
@@ -144,6 +151,7 @@ def _start(fleet: FleetConfig, arguments: Mapping[str, Any], adapters: Mapping[s
         _info(fleet, fleet.engine.device),
         max_queued_requests=fleet.engine.max_queued_requests,
         can_seed=fleet.engine.device != "cpu",
+        clean_up=partial(shutil.rmtree, sockets, ignore_errors=True),
     )
 
 
