@@ -12,6 +12,8 @@ from replicas.stream_server import StreamServer
 
 logger = logging.getLogger("ray.serve")
 
+_SHUTDOWN_TIMEOUT_S = 2.0
+
 
 def complaint(engine: Engine, stalled_after_s: float) -> str | None:
     """Why nobody should send a request to `engine` now; None if there is no reason."""
@@ -43,5 +45,8 @@ async def leave_with_engine(
             async with asyncio.timeout(last_words_s):
                 await server.drain()
         await server.close()
+        # So that it takes along what it has started. It may hang on what it lost.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.to_thread(engine.shutdown), _SHUTDOWN_TIMEOUT_S)
     finally:
         leave()
