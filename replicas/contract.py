@@ -210,6 +210,7 @@ class EngineInfo:
     max_num_seqs: int
     adapters: tuple[str, ...] = ()  # names of the LoRA adapters that a request may ask for
     grammars: tuple[str, ...] = ()  # GrammarKind values that the engine enforces
+    num_recomputed_blocks: int = 0  # at the end of a cached prefix: what a drafter needs isn't in the cache
 
 
 StepSink = Callable[[StepOutput], None]

@@ -48,6 +48,7 @@ class ReplicaFacts:
     max_num_batched_tokens: int
     max_num_seqs: int
     block_size: int = BLOCK_SIZE
+    num_recomputed_blocks: int = 0
 
 
 # Of a replica that may be chosen but has not introduced itself yet.

@@ -110,7 +110,7 @@ Policy = Callable[[Question, Sequence[ReplicaView], Prefixes, Tuning, int], Deci
 
 def prefix(question: Question, views: Sequence[ReplicaView], prefixes: Prefixes, tuning: Tuning, rotation: int) -> Decision:
     """The rule above. `views` are the candidates, at least one."""
-    matched = _matched_tokens(views, prefixes, tuning)
+    matched = _matched_tokens(question, views, prefixes, tuning)
     ttfts = [predicted_ttft_s(view, question.num_prompt_tokens, cached) for view, cached in zip(views, matched, strict=True)]
     costs = [ttft_s + view.answer_s for ttft_s, view in zip(ttfts, views, strict=True)]
     ttft_limit_s, cost_limit_s = _limit_s(min(ttfts), tuning), _limit_s(min(costs), tuning)
@@ -150,7 +150,7 @@ def power_of_two(
             one, other = other, one
     turn = [i % num for i in range(one, one + num)]
     order = list(dict.fromkeys([one, other, *turn]))
-    return _decision(views, _matched_tokens(views, prefixes, tuning), None, order, Reason.POWER_OF_TWO)
+    return _decision(views, _matched_tokens(question, views, prefixes, tuning), None, order, Reason.POWER_OF_TWO)
 
 
 def round_robin(
@@ -159,7 +159,7 @@ def round_robin(
     """Each in its turn. Predicts nothing."""
     num = len(views)
     order = [i % num for i in range(rotation, rotation + num)]
-    return _decision(views, _matched_tokens(views, prefixes, tuning), None, order, Reason.ROUND_ROBIN)
+    return _decision(views, _matched_tokens(question, views, prefixes, tuning), None, order, Reason.ROUND_ROBIN)
 
 
 POLICIES: Mapping[str, Policy] = {"prefix": prefix, "power_of_two": power_of_two, "round_robin": round_robin}
@@ -190,9 +190,18 @@ def _limit_s(best_s: float, tuning: Tuning) -> float:
     return max(share_s, best_s + tuning.margin_s)
 
 
-def _matched_tokens(views: Sequence[ReplicaView], prefixes: Prefixes, tuning: Tuning) -> list[int]:
-    blocks_of, least = prefixes.matched_blocks.get, tuning.min_match_blocks
-    return [blocks * view.facts.block_size if (blocks := blocks_of(view.replica, 0)) >= least else 0 for view in views]
+def _matched_tokens(question: Question, views: Sequence[ReplicaView], prefixes: Prefixes, tuning: Tuning) -> list[int]:
+    """What each will take from its cache: whole blocks, and never a prompt's last token, whose logits are needed.
+
+    The candidates are replicas of one deployment, so the facts of the first are those of all.
+    """
+    facts, blocks_of, least = views[0].facts, prefixes.matched_blocks.get, tuning.min_match_blocks
+    size = facts.block_size
+    most = (question.num_prompt_tokens - 1) // size
+    matched = [blocks if (blocks := blocks_of(view.replica, 0)) < most else most for view in views]
+    if facts.num_recomputed_blocks:
+        matched = [max(blocks - facts.num_recomputed_blocks, 0) for blocks in matched]
+    return [blocks * size if blocks >= least else 0 for blocks in matched]
 
 
 def _assigned_tokens(view: ReplicaView, prefixes: Prefixes) -> float:

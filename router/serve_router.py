@@ -76,6 +76,7 @@ class PrefixRequestRouter(RequestRouter):
                     max_num_batched_tokens=facts["info"]["max_num_batched_tokens"],
                     max_num_seqs=facts["info"]["max_num_seqs"],
                     block_size=facts["info"]["block_size"],
+                    num_recomputed_blocks=facts["info"]["num_recomputed_blocks"],
                 ),
             )
             feed = ReplicaFeed(name, Endpoint(host, port, facts["boot_id"]), self._secret, _Listener(self._core))

@@ -123,7 +123,8 @@ SURFACE: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "vllm.v1.engine.core_client": {"MPClient": ("resources",), "BackgroundResources": ("engine_manager",)},
     "vllm.v1.engine.utils": {"CoreEngineProcManager": ("processes",)},
     "vllm.config": {
-        "VllmConfig": ("cache_config", "model_config", "scheduler_config"),
+        "VllmConfig": ("cache_config", "model_config", "scheduler_config", "speculative_config"),
+        "SpeculativeConfig": ("use_eagle_block_drop",),
         "CacheConfig": ("num_gpu_blocks", "block_size"),
         "ModelConfig": ("max_model_len", "get_vocab_size"),
         "SchedulerConfig": ("max_num_batched_tokens", "max_num_seqs"),

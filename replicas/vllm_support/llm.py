@@ -43,7 +43,7 @@ class Llm:
     def actual(self, info: EngineInfo) -> EngineInfo:
         """`info` with what vLLM made of it. Its block 0 holds nothing, ever."""
         config = self._llm.vllm_config
-        num_blocks = config.cache_config.num_gpu_blocks
+        num_blocks, speculative = config.cache_config.num_gpu_blocks, config.speculative_config
         assert num_blocks is not None
         return replace(
             info,
@@ -53,6 +53,7 @@ class Llm:
             num_blocks=num_blocks - 1,
             max_num_batched_tokens=config.scheduler_config.max_num_batched_tokens,
             max_num_seqs=config.scheduler_config.max_num_seqs,
+            num_recomputed_blocks=int(speculative is not None and speculative.use_eagle_block_drop()),
         )
 
     def core_pids(self) -> tuple[int, ...]:

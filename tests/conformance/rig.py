@@ -120,12 +120,14 @@ class Rig:
 
     def predicted_cached_tokens(self, request: GenerationRequest) -> int:
         """By the events: whole blocks, and at least one token is computed, whose logits give the first of the answer."""
-        size, num_held = self.engine.info.block_size, 0
+        info, num_held = self.engine.info, 0
+        size = info.block_size
         for name in self.names(request):
             if name not in self.held:
                 break
             num_held += 1
-        return min(num_held, (len(request.prompt_token_ids) - 1) // size) * size
+        num_usable = min(num_held, (len(request.prompt_token_ids) - 1) // size) - info.num_recomputed_blocks
+        return max(num_usable, 0) * size
 
     def _take(self, output: StepOutput) -> None:
         with self._changed:

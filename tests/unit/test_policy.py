@@ -61,6 +61,17 @@ def decide(views: Sequence[ReplicaView], matched: dict[str, int] | None = None, 
     return prefix(ASKED, views, Prefixes(matched or {}), tuning, rotation=1)
 
 
+@pytest.mark.parametrize(
+    ("num_blocks", "size", "num_recomputed", "expected"),
+    [(30, 16, 0, 480), (40, 16, 0, 624), (5, 128, 0, 512), (4, 128, 0, 512), (30, 16, 1, 464), (40, 16, 1, 608), (0, 16, 1, 0)],
+)
+def test_a_match_counts_as_what_the_engine_will_take_from_its_cache(num_blocks, size, num_recomputed, expected) -> None:
+    """Whole blocks of its own size, never a prompt's last token, and less where a drafter needs its last block again."""
+    facts = ReplicaFacts(max_num_batched_tokens=512, max_num_seqs=8, block_size=size, num_recomputed_blocks=num_recomputed)
+    decision = decide([view("a")._replace(facts=facts)], {"a": num_blocks})
+    assert decision.matched_tokens == expected
+
+
 def test_the_longest_match_wins_and_the_decision_explains_itself() -> None:
     decision = decide([view("a"), view("b"), view("c")], {"b": 30, "c": 10})
     assert (decision.ranking[0], decision.reason) == ("b", Reason.LONGEST_MATCH)

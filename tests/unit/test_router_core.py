@@ -325,7 +325,8 @@ def test_the_other_policies_spread_one_prefix_and_still_tell_what_would_match(po
     for _ in range(100):
         decision = router.route(question, ("a", "b"), 0.0)
         chosen[decision.ranking[0]] += 1
-        assert decision.matched_tokens == (640 if decision.ranking[0] == "a" else 0)
+        # All of it is cached, and the block of its last token is computed all the same.
+        assert decision.matched_tokens == (624 if decision.ranking[0] == "a" else 0)
         assert decision.predicted_ttft_s is None
     assert abs(chosen["a"] - chosen["b"]) <= 30
     assert router.counters[Reason(policy)] == 100

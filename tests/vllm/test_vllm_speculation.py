@@ -54,8 +54,7 @@ def test_cached_prefixes_are_still_known_exactly(rig: Rig) -> None:
     again = rig.request(PERIODIC * 2, 4)
     predicted = rig.predicted_cached_tokens(again)
     [answer] = rig.serve(again)
-    # With an EAGLE head vLLM computes the last matching block anew: its drafter's cache needs the token after it.
-    assert answer.num_cached_tokens in (predicted, predicted - rig.engine.info.block_size)
+    assert answer.num_cached_tokens == predicted > 0
 
 
 def test_what_vllm_can_t_do_with_speculation_is_refused_by_its_name(rig: Rig) -> None:
