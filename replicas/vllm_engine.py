@@ -137,6 +137,7 @@ class VllmEngine:
         """
         for request in requests:
             self._thread.run(self._drain_one(request))
+        self._thread.run(self._clear())  # to measure prompts, not looks into the cache
         model = StepTimeModel()
         self._telemetry.step_time = model
         for request in requests:
@@ -167,7 +168,7 @@ class VllmEngine:
 
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> None:
         with self._lock:
-            if request_id in self._unfinished:
+            if request_id in self._unfinished and not self._stopping:
                 self._thread.call_soon(self._cancel, request_id, reason)
 
     def clear_cache(self) -> None:
@@ -225,7 +226,7 @@ class VllmEngine:
     def _on_done(self, entry: _Request, task: asyncio.Task[None]) -> None:
         """However a request's task ended, the request has one last delta."""
         error = None if task.cancelled() else task.exception()
-        if entry.request.request_id not in self._requests:
+        if self._requests.get(entry.request.request_id) is not entry:  # ended, and perhaps followed by one with the same id
             return
         if error is not None:
             info = error_info(error, entry.request)
@@ -292,33 +293,29 @@ class VllmEngine:
     # ---- on the loop: the prefix cache ----
 
     def _on_events(self, events: Sequence[Any]) -> None:
-        changes = self._translator.apply(events)
+        self._tell(self._translator.apply(events))
+
+    def _tell(self, changes: KVEvents | None) -> None:
         if changes is not None:
             self._emit((), changes)
 
     def _on_lost(self) -> None:
         """vLLM published more than it keeps, and can't tell what it holds: an empty cache is one that both know."""
         logger.error("KV events of vLLM were lost; its prefix cache is emptied, so that the router knows it again")
-        changes = self._translator.clear()
-        if changes is not None:
-            self._emit((), changes)
+        self._tell(self._translator.clear())
         self._ask_to_clear()
 
     def _ask_to_clear(self) -> None:
-        if self._clearing is None:
+        if self._clearing is None or self._clearing.done():
             self._clearing = self._loop.create_task(self._clear())
 
     async def _clear(self) -> None:
         """vLLM empties its cache only while nothing runs: asked again until then."""
-        try:
-            while self._failure is None and not await self._llm.clear_cache():
-                await asyncio.sleep(_WATCH_PERIOD_S)
-        finally:
-            self._clearing = None
-        # vLLM tells of it with its next step only.
-        changes = self._translator.expect_clear()
-        if changes is not None:
-            self._emit((), changes)
+        self._translator.ask_clear()
+        while not await self._llm.clear_cache():
+            await asyncio.sleep(_WATCH_PERIOD_S)
+            self._translator.ask_clear()
+        self._tell(self._translator.expect_clear())
 
     # ---- on the loop: life and death ----
 
@@ -378,9 +375,10 @@ class VllmEngine:
         if tasks:
             await asyncio.wait(tasks)
         await asyncio.sleep(0)  # their last deltas leave
-        for task in self._tasks:
+        background = [task for task in (*self._tasks, self._clearing) if task is not None]
+        for task in background:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*background, return_exceptions=True)
         self._llm.shutdown()
 
     def _retry_after_s(self) -> float:

@@ -15,7 +15,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -70,12 +69,10 @@ class EventFeed:
     def _hand_over(self, number: int, payload: bytes, on_batch: OnBatch, on_lost: Callable[[], None]) -> None:
         self._next = number + 1
         try:
-            events = batch_decoder.decode(payload).events
-        except msgspec.MsgspecError:
-            logger.exception("vLLM's KV events can't be read")
+            on_batch(batch_decoder.decode(payload).events)
+        except Exception:  # whatever is wrong with this one, the next ones must be heard
+            logger.exception("a batch of vLLM's KV events can't be read")
             on_lost()
-            return
-        on_batch(events)
 
     async def _replay(self, start: int) -> AsyncIterator[tuple[int, bytes]]:
         socket = self._context.socket(zmq.DEALER)

@@ -41,6 +41,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
     extra_keys: list[list[Any] | None] | None = None
     group_idx: int | None = None
     kv_cache_spec_kind: str | None = None
+    lora_name: str | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, tag=True):
@@ -77,8 +78,8 @@ class _Known:
 
 
 class KvEventTranslator:
-    """Turns batches of one vLLM engine into KVEvents, numbered from 1. `num_unmapped` counts blocks that can't be named:
-    their parent was stored before anything was heard of this engine, or they have no root of ours."""
+    """Turns batches of one vLLM engine into KVEvents, numbered from 1. `num_blocks` physical blocks have a name now;
+    `num_unmapped` counts those that came without: their parent isn't known, or they have no root of ours."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -86,19 +87,15 @@ class KvEventTranslator:
         self._num_blocks_of: dict[BlockHash, int] = {}  # physical ones
         self._group_idx: int | None = None
         self._sequence = 0
-        self._num_clears_seen = 0
-        self._num_clears_told = 0
+        self._num_clears_due = 0  # that we were told of, and that vLLM hasn't published yet
+        self._is_clear_early = False  # published since it was asked for, and we haven't been told of it yet
+        self.num_blocks = 0  # physical ones with a name
         self.num_unmapped = 0
 
     @property
     def names(self) -> Set[BlockHash]:
         """All that are held now, for reading."""
         return self._num_blocks_of.keys()
-
-    @property
-    def num_blocks(self) -> int:
-        """Physical blocks with a name."""
-        return sum(known.num_blocks for known in self._known.values())
 
     def num_leading(self, names: Iterable[BlockHash]) -> int:
         """How many of a prompt's blocks are held, from its first on."""
@@ -115,11 +112,12 @@ class KvEventTranslator:
         cleared = False
         for event in events:
             if isinstance(event, AllBlocksCleared):
-                self._num_clears_seen += 1
+                self._is_clear_early = not self._num_clears_due
+                self._num_clears_due = max(self._num_clears_due - 1, 0)
                 cleared = cleared or bool(self._num_blocks_of) or any(held_before.values())
                 self._forget_all()
                 held_before = {}
-            elif self._num_clears_seen < self._num_clears_told:
+            elif self._num_clears_due:
                 continue  # older than a clear that we were told of
             elif isinstance(event, BlockStored):
                 self._store(event, held_before)
@@ -130,15 +128,23 @@ class KvEventTranslator:
         return self._numbered(stored, () if cleared else removed, cleared)
 
     def clear(self) -> KVEvents | None:
-        """Forget all: batches were lost, so what vLLM holds isn't known any more, nor which clears it has told of."""
-        self._num_clears_seen = self._num_clears_told
+        """Forget all: batches were lost, so what vLLM holds isn't known any more. Nor is which clears it has published, and
+        to wait for one that was lost would be to wait for ever."""
+        self._num_clears_due = 0
+        self._is_clear_early = True
         return self._forget_and_tell()
+
+    def ask_clear(self) -> None:
+        """vLLM is about to be asked to empty its cache; `expect_clear` follows if it did."""
+        self._is_clear_early = False
 
     def expect_clear(self) -> KVEvents | None:
         """vLLM answered that its cache is empty. It publishes that with its next step only, and what comes before is out of
         date; or it has come already, because the two ways aren't equally fast."""
-        self._num_clears_told += 1
-        return self._forget_and_tell() if self._num_clears_seen < self._num_clears_told else None
+        if self._is_clear_early:
+            return None
+        self._num_clears_due += 1
+        return self._forget_and_tell()
 
     def renumber(self) -> None:
         """The next KVEvents is number 1 again: who gets it has heard nothing before."""
@@ -157,6 +163,7 @@ class KvEventTranslator:
             held_before.setdefault(parent, parent in self._num_blocks_of)
             self._known.setdefault(vllm_hash, _Known(parent)).num_blocks += 1
             self._num_blocks_of[parent] = self._num_blocks_of.get(parent, 0) + 1
+            self.num_blocks += 1
 
     def _remove(self, event: BlockRemoved, held_before: dict[BlockHash, bool]) -> None:
         if event.medium not in (None, _DEVICE) or event.group_idx != self._group_idx:
@@ -167,6 +174,7 @@ class KvEventTranslator:
                 continue  # one of those that have no name
             name = known.name
             held_before.setdefault(name, True)
+            self.num_blocks -= 1
             known.num_blocks -= 1
             if not known.num_blocks:
                 del self._known[vllm_hash]
@@ -189,12 +197,15 @@ class KvEventTranslator:
         if event.parent_block_hash is not None:
             known = self._known.get(event.parent_block_hash)
             return None if known is None else known.name
-        keys = (event.extra_keys or [None])[0] or ()
+        keys = (event.extra_keys or [None])[0] or []
+        if event.lora_name is not None:
+            keys = keys[1:]  # may look like a root
         return next((root for key in keys if (root := _as_root(key)) is not None), None)
 
     def _forget_all(self) -> None:
         self._known.clear()
         self._num_blocks_of.clear()
+        self.num_blocks = 0
 
     def _forget_and_tell(self) -> KVEvents | None:
         had_any = bool(self._num_blocks_of)
@@ -209,7 +220,7 @@ class KvEventTranslator:
 
 
 def _as_root(key: Any) -> BlockHash | None:
-    """Among a block's extra keys are names of adapters and digests of other media too."""
+    """Among a block's extra keys are places of other media too."""
     if not isinstance(key, str) or len(key) != _ROOT_CHARS:
         return None
     try:

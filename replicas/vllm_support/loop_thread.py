@@ -17,11 +17,13 @@ _JOIN_TIMEOUT_S = 30.0
 
 
 class LoopThread:
-    """Runs from its making until `stop`."""
+    """Runs from its making until `stop`, which cancels what is left on it."""
 
     def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever, name=name, daemon=True)
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        self.loop = self._runner.get_loop()
+        self._stopped = asyncio.Event()
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> Future[T]:
@@ -53,5 +55,10 @@ class LoopThread:
         self.loop.call_soon_threadsafe(function, *arguments)
 
     def stop(self) -> None:
-        self.loop.call_soon_threadsafe(self.loop.stop)
+        """Once; no calls after it."""
+        self.loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join(_JOIN_TIMEOUT_S)
+
+    def _serve(self) -> None:
+        with self._runner:
+            self._runner.run(self._stopped.wait())
