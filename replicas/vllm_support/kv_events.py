@@ -125,7 +125,7 @@ class KvEventTranslator:
                 self._remove(event, held_before)
         stored = tuple(name for name, held in held_before.items() if not held and name in self._num_blocks_of)
         removed = tuple(name for name, held in held_before.items() if held and name not in self._num_blocks_of)
-        return self._numbered(stored, () if cleared else removed, cleared)
+        return self._numbered(stored, removed, cleared)
 
     def clear(self) -> KVEvents | None:
         """Forget all: batches were lost, so what vLLM holds isn't known any more. Nor is which clears it has published, and

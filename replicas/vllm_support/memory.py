@@ -34,7 +34,8 @@ def misfit(demand: Demand, device_bytes: int) -> str | None:
     if wanted > room:
         return (
             f"beside weights of {_gib(weights)} the KV cache of {_gib(wanted)} does not fit into {_gib(device_bytes)}: "
-            f"engine.kv_cache_bytes={int(room * demand.num_devices)} and model.max_model_len={int(room // per_token)} would"
+            f"engine.kv_cache_bytes={int(room * demand.num_devices)} and model.max_model_len="
+            f"{min(int(room // per_token), demand.num_tokens)} would"
         )
     if demand.kv_bytes and demand.kv_bytes < demand.kv_bytes_per_token * demand.num_tokens:
         return (

@@ -83,6 +83,7 @@ def engine_arguments(fleet: FleetConfig, *, model: Path, device: str, sockets: P
     """Keyword arguments of AsyncEngineArgs. `device` is cpu or cuda, `sockets` a directory for vLLM's KV event sockets,
     `kv_cache_bytes` 0 for what is left of the share of the GPU."""
     engine, options = fleet.engine, fleet.engine.vllm
+    num_workers = options.tensor_parallel_size * options.pipeline_parallel_size
     arguments: dict[str, Any] = {
         "model": str(model),
         "tokenizer": str(model),
@@ -94,7 +95,7 @@ def engine_arguments(fleet: FleetConfig, *, model: Path, device: str, sockets: P
         "enable_chunked_prefill": engine.chunked_prefill,
         "enable_prefix_caching": engine.prefix_caching,
         "gpu_memory_utilization": engine.gpu_memory_share,
-        "kv_cache_memory_bytes": kv_cache_bytes or None,
+        "kv_cache_memory_bytes": kv_cache_bytes // num_workers or None,  # vLLM's is of each worker
         "block_size": block_size(fleet, device),
         "tensor_parallel_size": options.tensor_parallel_size,
         "pipeline_parallel_size": options.pipeline_parallel_size,
@@ -108,7 +109,7 @@ def engine_arguments(fleet: FleetConfig, *, model: Path, device: str, sockets: P
         "trust_remote_code": False,
         "seed": 0,
     }
-    if options.tensor_parallel_size * options.pipeline_parallel_size > 1:
+    if num_workers > 1:
         # On GPUs Ray places the workers, in the bundles that Serve reserved for the replica (cluster.placement).
         arguments["distributed_executor_backend"] = "ray" if device == "cuda" else "mp"
     if options.speculative.method:
@@ -140,11 +141,11 @@ def environment(fleet: FleetConfig, device: str, given: Mapping[str, str]) -> di
         "HF_HUB_OFFLINE": given.get("HF_HUB_OFFLINE", "1"),
         "VLLM_LOGGING_LEVEL": given.get("VLLM_LOGGING_LEVEL", "WARNING"),
     }
-    options = fleet.engine.vllm
-    if options.tensor_parallel_size * options.pipeline_parallel_size == 1:
+    num_workers = fleet.engine.vllm.tensor_parallel_size * fleet.engine.vllm.pipeline_parallel_size
+    if num_workers == 1:
         variables["VLLM_HOST_IP"] = "127.0.0.1"  # nothing of a single process listens for others
     if device == "cpu":
-        num_threads = fleet.engine.num_threads or max(int(fleet.replicas.num_cpus), 1)
+        num_threads = max((fleet.engine.num_threads or int(fleet.replicas.num_cpus)) // num_workers, 1)
         # vLLM's own binding gives every replica of a machine the same cores.
         variables |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(num_threads), "VLLM_TARGET_DEVICE": "cpu"}
     return variables

@@ -110,6 +110,12 @@ def test_our_dials_become_vllm_s_arguments():
     assert found.keys().isdisjoint({"speculative_config", "enable_lora"})
 
 
+def test_workers_share_a_replicas_cache_and_threads():
+    config = fleet(engine={"kind": "vllm", "device": "cpu", "num_threads": 8}, vllm={"tensor_parallel_size": 4})
+    assert arguments(config, 2**30)["kv_cache_memory_bytes"] == 2**28
+    assert environment(config, "cpu", {})["OMP_NUM_THREADS"] == "2"
+
+
 def test_nothing_said_leaves_it_to_vllm():
     found = arguments(fleet(), kv_cache_bytes=2**20)
     assert (found["dtype"], found["max_model_len"], found["quantization"]) == ("auto", None, None)
