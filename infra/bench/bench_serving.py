@@ -16,20 +16,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from a checkout, installed or not
 
+from command_line import Figures, parser, run, shown
 from one_replica import gap_beside_long_prompts, prefix_reuse, throughput
-from prompt_sets import load_prompts
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from serving_app import CONFIG, ServingApp, serving_app
 from sse_client import Client
 from two_replicas import NUM_REPLICAS, cache_and_load, kill_one
@@ -40,26 +37,12 @@ PARTS = ("greedy", "serving", "fleet", "kill")
 ONE_REPLICA = ("replicas.num=1", f"replicas.num_cpus={os.cpu_count()}")
 TWO_REPLICAS = (f"replicas.num={NUM_REPLICAS}", "ingress.expose_routing=true")
 MODEL = load(CONFIG).model.served_name
-NUM_DIGITS = 6
-
-Figures = dict[str, Any]
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure serving; see the head of this file.")
-    parser.add_argument("--only", type=parts, default=PARTS, metavar="PART,...", help=f"of {', '.join(PARTS)}; default all")
-    parser.add_argument(
-        "--data", type=Path, help="folder with mt_bench.jsonl to ask; default TRIESERVE_DATA, else our own prompts"
-    )
-    parser.add_argument("--vllm-python", type=Path, help="interpreter of an environment with vLLM for CPUs, to compare with")
-    return parser.parse_args()
-
-
-def parts(text: str) -> tuple[str, ...]:
-    chosen = text.split(",")
-    if not set(chosen) <= set(PARTS):
-        raise argparse.ArgumentTypeError(f"must be of {', '.join(PARTS)}")
-    return tuple(part for part in PARTS if part in chosen)
+    options = parser("Measure serving; see the head of this file.", PARTS)
+    options.add_argument("--vllm-python", type=Path, help="interpreter of an environment with vLLM for CPUs, to compare with")
+    return options.parse_args()
 
 
 def greedy(prompts: Sequence[str], progress: Progress) -> Figures:
@@ -107,14 +90,6 @@ async def two_replicas(chosen: Sequence[str], progress: Progress) -> Figures:
     return figures
 
 
-def shown(figures: Figures) -> Figures:
-    """Rounded, and printed at once: a part that fails must not cost the figures of those before it."""
-    rounded = {name: round(value, NUM_DIGITS) if isinstance(value, float) else value for name, value in figures.items()}
-    for name, value in rounded.items():
-        print(f"{name:40} {value}", flush=True)
-    return rounded
-
-
 def measure(chosen: Sequence[str], prompts: Sequence[str], vllm_python: Path | None, progress: Progress) -> Figures:
     figures: Figures = {"num_cpus": os.cpu_count()}
     if "greedy" in chosen:
@@ -128,18 +103,7 @@ def measure(chosen: Sequence[str], prompts: Sequence[str], vllm_python: Path | N
 
 def main() -> int:
     options = arguments()
-    data = options.data or (Path(os.environ["TRIESERVE_DATA"]) if os.environ.get("TRIESERVE_DATA") else None)
-    try:
-        prompts = load_prompts(data)
-    except FileNotFoundError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    os.environ["TQDM_DISABLE"] = "1"  # transformers' own bars would run through ours
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        figures = measure(options.only, prompts, options.vllm_python, progress)
-    print(json.dumps(figures))
-    return 0
+    return run(options.data, lambda prompts, progress: measure(options.only, prompts, options.vllm_python, progress))
 
 
 if __name__ == "__main__":

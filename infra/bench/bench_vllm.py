@@ -15,20 +15,17 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from a checkout, installed or not
 
-from bench_serving import shown
-from prompt_sets import filler, load_prompts
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from command_line import Figures, parser, run, shown
+from prompt_sets import filler
+from rich.progress import Progress
 from serving_app import ROOT, serving_app
 from sse_client import Answer, Client
 from two_replicas import cache_and_load, in_order
@@ -45,22 +42,11 @@ NUM_FOREIGN_PROMPTS = 36
 NUM_FOREIGN_WORDS = 900
 NUM_FOREIGN_IN_FLIGHT = 4
 
-Figures = dict[str, Any]
-
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="Measure vLLM replicas; see the head of this file.")
-    parser.add_argument("--only", type=_parts, default=PARTS, metavar="PART,...", help=f"of {', '.join(PARTS)}; default all")
-    parser.add_argument("--block-size", type=int, default=DEFAULT_BLOCK_SIZE, help="of the KV cache; a multiple of 32")
-    parser.add_argument("--data", type=Path, help="folder with mt_bench.jsonl; default TRIESERVE_DATA, else our own prompts")
-    return parser.parse_args()
-
-
-def _parts(text: str) -> tuple[str, ...]:
-    chosen = text.split(",")
-    if not set(chosen) <= set(PARTS):
-        raise argparse.ArgumentTypeError(f"must be of {', '.join(PARTS)}")
-    return tuple(part for part in PARTS if part in chosen)
+    options = parser("Measure vLLM replicas; see the head of this file.", PARTS)
+    options.add_argument("--block-size", type=int, default=DEFAULT_BLOCK_SIZE, help="of the KV cache; a multiple of 32")
+    return options.parse_args()
 
 
 async def fleet(block_size: int, progress: Progress) -> Figures:
@@ -108,18 +94,7 @@ def measure(chosen: Sequence[str], prompts: Sequence[str], block_size: int, prog
 
 def main() -> int:
     options = arguments()
-    data = options.data or (Path(os.environ["TRIESERVE_DATA"]) if os.environ.get("TRIESERVE_DATA") else None)
-    try:
-        prompts = load_prompts(data)
-    except FileNotFoundError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    os.environ["TQDM_DISABLE"] = "1"  # transformers' own bars would run through ours
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        figures = measure(options.only, prompts, options.block_size, progress)
-    print(json.dumps(figures))
-    return 0
+    return run(options.data, lambda prompts, progress: measure(options.only, prompts, options.block_size, progress))
 
 
 if __name__ == "__main__":
