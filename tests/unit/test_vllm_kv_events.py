@@ -1,195 +1,169 @@
-"""vLLM's KV events and our names: against a small model of vLLM's block pool (vllm/v1/core/block_pool.py)."""
+"""vLLM's KV events and our names: against a model of vLLM's block pool (vllm_pool.py)."""
 
 from __future__ import annotations
 
-import hashlib
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.blocks import chain_root, hash_blocks
+from replicas.blocks import hash_blocks
 from replicas.contract import KVEvents
-from replicas.vllm_support.kv_events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KvEventTranslator,
-    batch_decoder,
-)
+from replicas.vllm_support.kv_events import KvEventTranslator
+from tests.unit.vllm_pool import CLEARED, OTHER_ROOT, ROOT, SALTS_AND_ADAPTERS, Pool, decoded, removed, stored
 
-ROOTS = tuple(chain_root(b"secret", salt=salt) for salt in ("a", "b"))
 SIZES = (16, 128)
-
-
-def stored(hashes: Sequence[bytes], tokens: Sequence[int], parent: bytes | None, root: bytes, **fields: Any) -> dict[str, Any]:
-    """As vLLM 0.32 publishes it, with fields that 0.33 added and some that nobody knows."""
-    first = ["adapter", root.hex()] if parent is None else ["adapter"]
-    size = len(tokens) // len(hashes)
-    return {
-        "type": "BlockStored",
-        "block_hashes": list(hashes),
-        "parent_block_hash": parent,
-        "token_ids": list(tokens),
-        "block_size": size,
-        "lora_id": 1,
-        "medium": "GPU",
-        "lora_name": "adapter",
-        "extra_keys": [first, *(["adapter"] for _ in hashes[1:])],
-        "group_idx": 0,
-        "kv_cache_spec_kind": "full_attention",
-        "lookahead_token_ids": [[1]],
-        "not_heard_of": 1,
-        **fields,
-    }
-
-
-def removed(*hashes: bytes, **fields: Any) -> dict[str, Any]:
-    return {"type": "BlockRemoved", "block_hashes": list(hashes), "medium": "GPU", "group_idx": 0, **fields}
-
-
-CLEARED = {"type": "AllBlocksCleared"}
-
-
-def decoded(*events: dict[str, Any]) -> list[BlockStored | BlockRemoved | AllBlocksCleared]:
-    """Through vLLM's encoding: a batch is an array, its events are maps."""
-    return batch_decoder.decode(msgspec.msgpack.encode([1.5, list(events), 0])).events
+BLOCKS = [stored([b"%d" % i], range(16 * i, 16 * i + 16)) for i in range(2)]  # each a chain of its own
+NAMES = [hash_blocks(ROOT, range(16 * i, 16 * i + 16)) for i in range(2)]
 
 
 @dataclass
-class Pool:
-    """Physical blocks by least recent use; a hash may be in several."""
+class World:
+    """A pool, what of its events is under way, and who holds what because of them."""
 
     size: int
-    num_blocks: int
-    blocks: OrderedDict[int, tuple[bytes, bytes]] = field(default_factory=OrderedDict)  # number -> vLLM's hash, our name
-    events: list[dict[str, Any]] = field(default_factory=list)
-    _next: int = 0
+    pool: Pool = field(init=False)
+    translator: KvEventTranslator = field(init=False)
+    under_way: deque[list[dict[str, Any]] | None] = field(default_factory=deque)  # None: lost
+    answer: bool | None = None  # to the question for a clear, under way
+    mirror: set[bytes] = field(default_factory=set)  # what a receiver of KVEvents holds
+    num_received: int = 0
 
-    def serve(self, root: bytes, tokens: Sequence[int], *, shares: bool) -> None:
-        """Cache a prompt's full blocks; one that doesn't share computes again what is cached, as two at once do."""
-        names = hash_blocks(root, tokens, self.size)
-        hashes = [hashlib.sha256(b"vllm's own" + name).digest() for name in names]
-        num_known = 0
-        if shares:
-            held = {vllm_hash: number for number, (vllm_hash, _) in self.blocks.items()}
-            for vllm_hash in hashes:
-                if vllm_hash not in held:
-                    break
-                num_known += 1
-            for vllm_hash in reversed(hashes[:num_known]):  # a chain's beginning is used last
-                self.blocks.move_to_end(held[vllm_hash])
-        new = list(zip(hashes, names, strict=True))[num_known:][: self.num_blocks]
-        if not new:
+    def __post_init__(self) -> None:
+        self.pool, self.translator = Pool(self.size, 7), KvEventTranslator(self.size)
+
+    def start(self, salt_and_adapter: tuple[str, str], branch: int, num_blocks: int) -> None:
+        """Prompts are branches of one tree, which differ from their third block on."""
+        self.pool.start(*salt_and_adapter, [*range(2 * self.size), *[branch] * 2 * self.size][: num_blocks * self.size])
+
+    def step(self, num_blocks: int) -> None:
+        published = self.pool.step(num_blocks)
+        if published:
+            self.under_way.append(published)
+
+    def finish(self, number: int) -> None:
+        if self.pool.running:
+            self.pool.finish(number % len(self.pool.running))
+
+    def deliver(self) -> None:
+        """A loss shows by the number of the batch after it."""
+        if all(batch is None for batch in self.under_way):
             return
-        while len(self.blocks) + len(new) > self.num_blocks:
-            _, (vllm_hash, _) = self.blocks.popitem(last=False)
-            self.events.append(removed(vllm_hash))
-        numbers = range(self._next, self._next + len(new))
-        self._next += len(new)
-        for number, block in reversed(list(zip(numbers, new, strict=True))):
-            self.blocks[number] = block
-        parent = hashes[num_known - 1] if num_known else None
-        span = tokens[num_known * self.size : (num_known + len(new)) * self.size]
-        self.events.append(stored([vllm_hash for vllm_hash, _ in new], span, parent, root))
+        while (batch := self.under_way.popleft()) is None:
+            self.receive(self.translator.clear())
+        self.receive(self.translator.apply(decoded(*batch)))
 
-    def clear(self) -> None:
-        self.blocks.clear()
-        self.events.append(CLEARED)
+    def lose(self) -> None:
+        if self.under_way:
+            self.under_way[0] = None
 
-    def take(self) -> list[Any]:
-        events, self.events = decoded(*self.events), []
-        return events
+    def ask(self) -> None:
+        if self.answer is None:
+            self.translator.ask_clear()
+            self.answer = self.pool.reset()
 
-    @property
-    def names(self) -> set[bytes]:
-        return {name for _, name in self.blocks.values()}
+    def hear(self) -> None:
+        if self.answer:
+            self.receive(self.translator.expect_clear())
+        self.answer = None
+
+    def receive(self, events: KVEvents | None) -> None:
+        if events is not None:
+            self.num_received += 1
+            assert events.sequence == self.num_received
+            if events.cleared:
+                self.mirror.clear()
+            assert self.mirror.issuperset(events.removed)
+            self.mirror.difference_update(events.removed)
+            assert self.mirror.isdisjoint(events.stored)
+            self.mirror.update(events.stored)
+        assert self.translator.names == self.mirror
+
+    def come_to_rest(self) -> None:
+        while self.pool.running:
+            self.finish(0)
+        self.step(0)
+        self.hear()
+        for _ in range(len(self.under_way)):
+            self.deliver()
+
+    def check(self) -> None:
+        """If nothing is under way, everything is known: of clears that vLLM hasn't published because it was told of them."""
+        if not self.under_way and self.answer is None and all(event is CLEARED for event in self.pool.events):
+            assert self.mirror == set(self.pool.held)
+            assert self.translator.num_blocks == len(self.pool.held)
 
 
-class Mirror:
-    """What a receiver of KVEvents holds."""
-
-    def __init__(self) -> None:
-        self.names: set[bytes] = set()
-        self._number = 0
-
-    def apply(self, events: KVEvents | None) -> None:
-        if events is None:
-            return
-        self._number += 1
-        assert events.sequence == self._number
-        if events.cleared:
-            self.names.clear()
-        assert self.names.issuperset(events.removed)
-        self.names.difference_update(events.removed)
-        assert self.names.isdisjoint(events.stored)
-        self.names.update(events.stored)
+STARTS = st.tuples(st.just("start"), st.sampled_from(SALTS_AND_ADAPTERS), st.integers(0, 1), st.integers(2, 4))
+STEPS = st.tuples(st.just("step"), st.integers(1, 4))
+ENDS = st.tuples(st.just("finish"), st.integers(0, 3))
+OTHERS = [st.just((what,)) for what in ("deliver", "ask", "hear")]
 
 
-actions = st.lists(
-    st.one_of(
-        st.tuples(st.just("serve"), st.sampled_from(ROOTS), st.integers(0, 3), st.integers(1, 6), st.booleans()),
-        st.just(("clear",)),
-        st.just(("publish",)),
-        st.just(("told of a clear",)),
-    ),
-    max_size=40,
-)
+def histories(*more: Any) -> Any:
+    return st.lists(st.one_of(STARTS, STARTS, STEPS, STEPS, ENDS, ENDS, *OTHERS, *more), min_size=10, max_size=60)
 
 
 @pytest.mark.parametrize("size", SIZES)
-@settings(deadline=None, max_examples=60)
-@given(actions)
+@settings(deadline=None, max_examples=100)
+@given(histories())
 def test_whatever_happens_in_the_pool_the_names_are_those_it_holds(size, history):
-    pool, translator, mirror = Pool(size, 9), KvEventTranslator(size), Mirror()
+    world = World(size)
     for what, *arguments in history:
-        if what == "serve":
-            root, branch, num_blocks, shares = arguments
-            # Branches of one tree: they differ from their third block on.
-            pool.serve(root, [*range(2 * size), *[branch] * 4 * size][: num_blocks * size], shares=shares)
-        elif what == "clear":
-            pool.clear()
-        elif what == "told of a clear":
-            pool.clear()
-            mirror.apply(translator.expect_clear())  # before vLLM publishes it
-        if what in ("publish", "serve") and pool.events:
-            mirror.apply(translator.apply(pool.take()))
-            assert translator.names == pool.names == mirror.names
-            assert translator.num_blocks == len(pool.blocks)
-    assert translator.num_unmapped == 0
+        getattr(world, what)(*arguments)
+        world.check()
+    world.come_to_rest()
+    world.check()
+    assert world.translator.num_unmapped == 0
+
+
+@settings(deadline=None, max_examples=100)
+@given(histories(st.just(("lose",)), st.just(("lose",))))
+def test_after_a_loss_a_clear_makes_the_names_right_again(history):
+    world = World(16)
+    for what, *arguments in history:
+        getattr(world, what)(*arguments)
+    world.come_to_rest()
+    for branch in range(3):  # with the first batch a loss shows, whereupon the cache is cleared
+        world.start(SALTS_AND_ADAPTERS[0], branch, 4)
+        world.step(4)
+        world.come_to_rest()
+        if branch < 2:
+            world.ask()
+            world.come_to_rest()
+    world.check()
+    assert len(world.mirror) == 4
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_block_is_named_by_root_and_tokens_alone(size):
     translator = KvEventTranslator(size)
     tokens = list(range(5 * size))
-    names = hash_blocks(ROOTS[0], tokens, size)
-    first = stored([b"1", b"2"], tokens[: 2 * size], None, ROOTS[0])
-    second = stored([b"3"], tokens[2 * size : 3 * size], b"2", ROOTS[0])
+    names = hash_blocks(ROOT, tokens, size)
+    first = stored([b"1", b"2"], tokens[: 2 * size], None, ROOT)
+    second = stored([b"3"], tokens[2 * size : 3 * size], b"2", ROOT)
     events = translator.apply(decoded(first, second))
     assert events == KVEvents(1, names[:3])
     assert translator.num_leading(names) == 3
-    assert translator.num_leading(hash_blocks(ROOTS[1], tokens, size)) == 0
+    assert translator.num_leading(hash_blocks(OTHER_ROOT, tokens, size)) == 0
 
 
 def test_a_name_is_held_as_long_as_one_of_its_blocks_is():
     translator, tokens = KvEventTranslator(16), list(range(16))
-    once = stored([b"1"], tokens, None, ROOTS[0])
+    once = stored([b"1"], tokens, None, ROOT)
     assert translator.apply(decoded(once, once)) is not None
     assert translator.apply(decoded(removed(b"1"))) is None
     events = translator.apply(decoded(removed(b"1")))
     assert events is not None
-    assert events.removed == hash_blocks(ROOTS[0], tokens)
+    assert events.removed == hash_blocks(ROOT, tokens)
 
 
 def test_what_comes_and_goes_within_a_batch_is_nothing():
     translator = KvEventTranslator(16)
-    assert translator.apply(decoded(stored([b"1"], range(16), None, ROOTS[0]), removed(b"1"))) is None
+    assert translator.apply(decoded(stored([b"1"], range(16), None, ROOT), removed(b"1"))) is None
 
 
 @pytest.mark.parametrize(
@@ -203,13 +177,13 @@ def test_what_comes_and_goes_within_a_batch_is_nothing():
 )
 def test_other_caches_and_parts_of_blocks_are_no_prefixes(fields):
     translator = KvEventTranslator(16)
-    assert translator.apply(decoded(stored([b"1"], range(16), None, ROOTS[0], **fields))) is None
+    assert translator.apply(decoded(stored([b"1"], range(16), None, ROOT, **fields))) is None
     assert translator.apply(decoded(removed(b"1", medium=fields.get("medium", "GPU")))) is None
 
 
 def test_only_the_first_group_that_looks_back_at_everything_counts():
     translator = KvEventTranslator(16)
-    of = {group: stored([b"1"], range(16), None, ROOTS[0], group_idx=group) for group in (1, 2)}
+    of = {group: stored([b"1"], range(16), None, ROOT, group_idx=group) for group in (1, 2)}
     assert translator.apply(decoded(of[1], of[2])) is not None
     assert translator.apply(decoded(removed(b"1", group_idx=2))) is None
     assert translator.apply(decoded(removed(b"1", group_idx=1))) is not None
@@ -217,50 +191,76 @@ def test_only_the_first_group_that_looks_back_at_everything_counts():
 
 def test_a_block_without_a_known_parent_or_root_has_no_name_and_leaves_without_one():
     translator = KvEventTranslator(16)
-    orphan = stored([b"2"], range(16), b"unknown", ROOTS[0])
-    foreign = stored([b"3"], range(16), None, ROOTS[0], extra_keys=[["no salt of ours"]])
+    orphan = stored([b"2"], range(16), b"unknown", ROOT)
+    foreign = stored([b"3"], range(16), None, ROOT, extra_keys=[["no salt of ours"]])
     assert translator.apply(decoded(orphan, foreign, removed(b"2"), removed(b"3"))) is None
     assert translator.num_unmapped == 2
 
 
+def test_a_clear_of_nothing_is_nothing():
+    assert KvEventTranslator(16).apply(decoded(CLEARED)) is None
+
+
 class TestClears:
+    """[0] is held, [1] another block, and what is told and asked comes before or after what is published."""
+
     def held(self) -> KvEventTranslator:
         translator = KvEventTranslator(16)
-        translator.apply(decoded(stored([b"1"], range(16), None, ROOTS[0])))
+        translator.apply(decoded(BLOCKS[0]))
         return translator
+
+    def test_what_was_held_before_one_in_its_batch_is_gone_with_it(self):
+        assert self.held().apply(decoded(removed(b"0"), CLEARED)) == KVEvents(2, cleared=True)
+
+    def test_what_comes_back_after_one_in_its_batch_is_stored(self):
+        assert self.held().apply(decoded(BLOCKS[1], CLEARED, BLOCKS[0])) == KVEvents(2, NAMES[0], cleared=True)
 
     def test_told_before_vllm_publishes_it_what_is_older_is_out_of_date(self):
         translator = self.held()
-        told = translator.expect_clear()
-        assert told is not None
-        assert told.cleared
-        late = stored([b"2"], range(16, 32), b"1", ROOTS[0])
-        assert translator.apply(decoded(late)) is None
-        new = stored([b"1"], range(16), None, ROOTS[0])
-        events = translator.apply(decoded(late, CLEARED, new))
-        assert events is not None
-        assert events.stored == hash_blocks(ROOTS[0], range(16))
+        translator.ask_clear()
+        assert translator.expect_clear() == KVEvents(2, cleared=True)
+        assert translator.apply(decoded(BLOCKS[1])) is None
+        assert translator.apply(decoded(BLOCKS[1], CLEARED, BLOCKS[0])) == KVEvents(3, NAMES[0])
+
+    def test_told_twice_before_vllm_publishes_the_first_what_is_between_is_out_of_date_too(self):
+        translator = self.held()
+        for _ in range(2):
+            translator.ask_clear()
+            translator.expect_clear()
+        assert translator.apply(decoded(CLEARED, BLOCKS[1])) is None
+        assert translator.apply(decoded(CLEARED, BLOCKS[0])) == KVEvents(3, NAMES[0])
 
     def test_told_after_vllm_published_it_nothing_is_forgotten(self):
         translator = self.held()
-        new = stored([b"2"], range(50, 66), None, ROOTS[0])
-        events = translator.apply(decoded(CLEARED, new))
-        assert events is not None
-        assert (events.cleared, events.stored) == (True, hash_blocks(ROOTS[0], range(50, 66)))
+        translator.ask_clear()
+        assert translator.apply(decoded(CLEARED, BLOCKS[1])) == KVEvents(2, NAMES[1], cleared=True)
         assert translator.expect_clear() is None
-        assert translator.names == set(events.stored)
+        assert translator.names == set(NAMES[1])
 
-    def test_after_a_loss_it_begins_anew(self):
+    def test_one_that_was_lost_is_not_waited_for(self):
         translator = self.held()
+        translator.ask_clear()
         translator.expect_clear()
         assert translator.clear() is None  # nothing was held any more
-        new = stored([b"1"], range(16), None, ROOTS[0])
-        assert translator.apply(decoded(new)) is not None
+        assert translator.apply(decoded(BLOCKS[0])) == KVEvents(3, NAMES[0])
+
+    def test_one_that_was_lost_before_it_was_told_of_is_not_waited_for(self):
+        translator = self.held()
+        translator.ask_clear()
+        assert translator.clear() == KVEvents(2, cleared=True)
+        assert translator.expect_clear() is None
+        assert translator.apply(decoded(BLOCKS[0])) == KVEvents(3, NAMES[0])
+
+    def test_after_a_loss_the_next_is_told_of_at_once(self):
+        translator = self.held()
+        translator.clear()
+        translator.apply(decoded(CLEARED, BLOCKS[0]))
+        translator.ask_clear()
+        assert translator.expect_clear() == KVEvents(4, cleared=True)
 
     def test_a_new_receiver_gets_number_1(self):
         translator = self.held()
+        translator.ask_clear()
         translator.expect_clear()
         translator.renumber()
-        events = translator.apply(decoded(CLEARED, stored([b"1"], range(16), None, ROOTS[0])))
-        assert events is not None
-        assert events.sequence == 1
+        assert translator.apply(decoded(CLEARED, BLOCKS[0])) == KVEvents(1, NAMES[0])
