@@ -21,7 +21,12 @@ _REASONS = {
     "abort": FinishReason.ABORT,
     "error": FinishReason.ERROR,
 }
-_PARAMS = {"structured_outputs": "response_format", "prompt_token_ids": "prompt", "max_new_tokens": "max_tokens"}
+_PARAMS = {
+    "structured_outputs": "response_format",
+    "grammar": "response_format",
+    "prompt_token_ids": "prompt",
+    "max_new_tokens": "max_tokens",
+}
 _CLIENT_ERROR, _DEAD = "VLLMClientError", "EngineDeadError"
 
 

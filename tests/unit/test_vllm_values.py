@@ -150,6 +150,9 @@ class TestErrors:
         assert error_info(error, request(min_p=0.1)).param == "min_p"
         assert error_info(error, request(logit_bias=((5, 1.0),))).param == "logit_bias"
         assert error_info(error, request()).param is None
+        grammar = OutputGrammar(GrammarKind.JSON_SCHEMA, "{")
+        error = type("VLLMClientError", (Exception,), {})("Invalid JSON grammar specification.")
+        assert error_info(error, request(grammar=grammar)).param == "response_format"
 
 
 class TestReports:
