@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from replicas.admission import admit
 from replicas.contract import (
     Delta,
     EngineInfo,
@@ -35,8 +36,8 @@ from replicas.contract import (
     StepSink,
 )
 from replicas.engine.validate import validate
-from replicas.errors import OverloadedError, ReplicaLostError, RequestError
-from replicas.step_time import StepTimeModel, prefill_seconds
+from replicas.errors import ReplicaLostError
+from replicas.step_time import StepTimeModel
 from replicas.vllm_support.kv_events import KvEventTranslator
 from replicas.vllm_support.loop_thread import LoopThread
 from replicas.vllm_support.outputs import error_info, step_report, to_delta
@@ -49,8 +50,6 @@ logger = logging.getLogger(__name__)
 _WATCH_PERIOD_S = 0.25
 _PING_PERIOD_S = 1.0
 _STOP_TIMEOUT_S = 30.0
-_MIN_RETRY_AFTER_S = 1.0
-_MAX_RETRY_AFTER_S = 60.0
 
 _DEATH = "vLLM's core process has ended"
 _LOST = ErrorInfo(ReplicaLostError.__name__, "the replica's engine died", None, ReplicaLostError.code)
@@ -153,14 +152,14 @@ class VllmEngine:
         with self._lock:
             if self._failure is not None:
                 raise ReplicaLostError("this replica's engine has died and is about to be replaced")
-            if self._stopping:
-                raise OverloadedError("the engine is shutting down", code="shutting_down")
-            if request.request_id in self._unfinished:
-                raise RequestError("a request with this id is under way", param="request_id")
-            if len(self._unfinished) - self._stats.num_running >= self._max_queued_requests:
-                raise OverloadedError(
-                    f"{self._max_queued_requests} requests are waiting already", retry_after_s=self._retry_after_s()
-                )
+            admit(
+                request.request_id,
+                self._unfinished,
+                self._stats,
+                max_queued_requests=self._max_queued_requests,
+                max_num_batched_tokens=self._info.max_num_batched_tokens,
+                is_stopping=self._stopping,
+            )
             if not self._unfinished:
                 self._progress_s = self._clock()
             self._unfinished.add(request.request_id)
@@ -380,12 +379,6 @@ class VllmEngine:
             task.cancel()
         await asyncio.gather(*background, return_exceptions=True)
         self._llm.shutdown()
-
-    def _retry_after_s(self) -> float:
-        """How long the prompts that are here already take; the queue has moved by then."""
-        law, chunk = self._telemetry.step_time.coefficients(), self._info.max_num_batched_tokens
-        predicted_s = prefill_seconds(law, self._stats.num_pending_tokens, 0, chunk, 0)
-        return min(max(predicted_s, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
 
 
 def _until_end(ended: asyncio.Future[ErrorInfo | None], output: StepOutput) -> None:

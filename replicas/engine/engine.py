@@ -19,6 +19,7 @@ from functools import partial
 from typing import Protocol
 
 from configs.schema import AppConfig
+from replicas.admission import admit
 from replicas.blocks import BLOCK_SIZE
 from replicas.contract import (
     Delta,
@@ -35,13 +36,11 @@ from replicas.engine.scheduler import Scheduler, SchedulerConfig
 from replicas.engine.step import ChunkResult, StepPlan, StepResult
 from replicas.engine.validate import validate
 from replicas.engine.warm_up import NUM_ROUNDS, warm_up_plans
-from replicas.errors import EngineError, OverloadedError, RequestError
-from replicas.step_time import StepTimeModel, prefill_seconds
+from replicas.errors import EngineError
+from replicas.step_time import StepTimeModel
 
 logger = logging.getLogger(__name__)
 
-_MIN_RETRY_AFTER_S = 1.0
-_MAX_RETRY_AFTER_S = 60.0
 _JOIN_TIMEOUT_S = 30.0  # a step that takes longer hangs, and nobody should hang with it
 _NOTHING = StepResult(chunks=(), duration_s=0.0)
 
@@ -138,14 +137,14 @@ class NativeEngine:
             now = self._clock()
             if self._failed:
                 raise EngineError("the engine has failed and is about to be replaced")
-            if self._stopping:
-                raise OverloadedError("the engine is shutting down", code="shutting_down")
-            if request.request_id in self._unfinished:
-                raise RequestError("a request with this id is under way", param="request_id")
-            if len(self._unfinished) - self._stats.num_running >= self._max_queued_requests:
-                raise OverloadedError(
-                    f"{self._max_queued_requests} requests are waiting already", retry_after_s=self._retry_after_s()
-                )
+            admit(
+                request.request_id,
+                self._unfinished,
+                self._stats,
+                max_queued_requests=self._max_queued_requests,
+                max_num_batched_tokens=self._info.max_num_batched_tokens,
+                is_stopping=self._stopping,
+            )
             if not self._unfinished:
                 self._progress_s = now  # it was idle until now
             self._unfinished.add(request.request_id)
@@ -287,12 +286,6 @@ class NativeEngine:
 
     def _snapshot(self) -> EngineStats:
         return self._scheduler.stats(self._step_time.coefficients())
-
-    def _retry_after_s(self) -> float:
-        """How long the prompts that are here already take; the queue has moved by then."""
-        num_tokens = self._stats.num_pending_tokens
-        predicted_s = prefill_seconds(self._step_time.coefficients(), num_tokens, 0, self._info.max_num_batched_tokens, 0)
-        return min(max(predicted_s, _MIN_RETRY_AFTER_S), _MAX_RETRY_AFTER_S)
 
 
 def _drop(output: StepOutput) -> None:

@@ -42,6 +42,7 @@ ENVIRONMENT_FILES = {"configs/load.py", "cluster/launch.py", "replicas/vllm_supp
 # They decide: they take `now` as an argument and return a value, so that tests and simulations run them on any clock.
 PURE_FILES = {
     "configs/check.py",
+    "replicas/admission.py",
     "replicas/blocks.py",
     "replicas/contract.py",
     "replicas/errors.py",
