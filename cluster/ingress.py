@@ -30,6 +30,7 @@ from router import runtime
 from router.trie import BYTES_PER_ENTRY
 
 _LAG_PERIOD_S = 0.25
+_INTRODUCTION_TIMEOUT_S = 15.0
 
 
 @serve.ingress()
@@ -61,6 +62,12 @@ class Ingress:
         self._api = Api(config, catalog, preparer, self._metrics, Authenticator(keys))
         work = [self._watch_loop(), *(backend.follow() for backend in backends)]
         self._tasks = [asyncio.ensure_future(each) for each in work]
+        # An ingress that takes another's place must not answer 503 for models that are there. It doesn't wait for ever: one
+        # model that doesn't start is no reason to keep the others from being served.
+        introductions = [asyncio.ensure_future(backend.introduced()) for backend in backends]
+        await asyncio.wait(introductions, timeout=_INTRODUCTION_TIMEOUT_S)
+        for introduction in introductions:
+            introduction.cancel()
 
     async def __serve_build_asgi_app__(self) -> ASGIApp:
         return make_app(self._api)

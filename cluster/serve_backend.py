@@ -37,6 +37,7 @@ class ServeBackend:
         self._engine = engine
         self._client = client
         self._info: EngineInfo | None = None
+        self._introduced = asyncio.Event()
         self._background: set[asyncio.Task[Any]] = set()
         self._dispatch = {"socket": self._over_socket, "classic": self._classic}[data_path]
 
@@ -45,6 +46,10 @@ class ServeBackend:
             raise NoReplicaError(f"no replica of {self._name} has started yet", retry_after_s=_RETRY_AFTER_S)
         return self._info
 
+    async def introduced(self) -> None:
+        """Returns once a replica was heard of. `follow` must run."""
+        await self._introduced.wait()
+
     async def follow(self) -> None:
         """Learn what the replicas say of themselves, and now and then again: a deployment in place may change it."""
         while True:
@@ -52,6 +57,7 @@ class ServeBackend:
                 # Waits for a replica. The empty context: see `_chosen`.
                 facts = await contextvars.Context().run(self._engine.describe.remote)
                 self._info = EngineInfo(**facts["info"])
+                self._introduced.set()
             await asyncio.sleep(_INFO_PERIOD_S)
 
     def dispatch(
