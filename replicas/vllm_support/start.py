@@ -46,18 +46,18 @@ def build(config: AppConfig, replicas_on_node: int) -> VllmEngine:
         raise CapacityError(plan.misfit)
     os.environ.update(environment(fleet, installed.device, os.environ))
     sockets = Path(tempfile.mkdtemp(prefix="ts-vllm-"))
-    arguments = engine_arguments(
-        fleet, model=plan.model, device=installed.device, sockets=sockets, kv_cache_bytes=plan.kv_cache_bytes
-    )
-    adapters = {adapter.name: Path(adapter.source) for adapter in fleet.model.adapters}
+    engine: VllmEngine | None = None
     try:
+        arguments = engine_arguments(
+            fleet, model=plan.model, device=installed.device, sockets=sockets, kv_cache_bytes=plan.kv_cache_bytes
+        )
+        adapters = {adapter.name: Path(adapter.source) for adapter in fleet.model.adapters}
         engine = _start(fleet, arguments, adapters, sockets)
-    except _REFUSALS as error:
-        raise _explained(error, fleet, plan) from error
-    try:
         engine.warm_up(_warm_up_requests(engine.info))
     except BaseException as error:
-        engine.shutdown()
+        if engine is not None:
+            engine.shutdown()
+        shutil.rmtree(sockets, ignore_errors=True)
         if isinstance(error, _REFUSALS):
             raise _explained(error, fleet, plan) from error
         raise

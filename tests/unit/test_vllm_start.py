@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,14 @@ DEMAND = Demand(weight_bytes=10 * GIB, kv_bytes_per_token=2**17, num_tokens=8192
 
 
 @pytest.fixture
-def failure(monkeypatch):
-    """A function: what `build` raises where vLLM raises `error`, on a machine with `free` and `total` memory."""
+def failure(monkeypatch, tmp_path):
+    """A function: what `build` raises where vLLM raises `error`, on a machine with `free` and `total` memory. No file stays."""
 
     def failure(error=CORE_FAILED, *, device="cuda", free=80 * GIB, total=80 * GIB, args=None, misfit=None):
         def fail(*_):
             raise error
 
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         monkeypatch.setattr(start, "require", lambda device: Installed("0.33.0", device))
         monkeypatch.setattr(start, "_resolved", lambda fleet, device: fleet)
         monkeypatch.setattr(start, "check", lambda fleet: None)
@@ -35,6 +37,7 @@ def failure(monkeypatch):
         config = {"engine": {"kind": "vllm", "device": device, "vllm": {"args": args or {}}}}
         with pytest.raises((ConfigError, EngineError)) as caught:
             start.build(from_mapping({**config, "replicas": {"num_gpus": 1 if device == "cuda" else 0}}), 1)
+        assert list(tmp_path.iterdir()) == []
         return caught.value
 
     return failure
