@@ -4,8 +4,10 @@
 
     fleet      two vLLM replicas, 8 tenants with prefixes of 600 tokens, 200 requests over HTTP: predicted matched tokens beside
                vLLM's own count, cached tokens against what one endless cache would give; then other prompts push all that out
-               of both caches, and the same again (*_after_evictions)
-    parity     greedy answers of vLLM, our engine and transformers in fp32 and bf16, and how sure the model was where they part
+               of both caches, and the same again (*_after_evictions); then on replicas that can't hold their tenants' prefixes,
+               so that requests evict what later ones would have used (*_evicting)
+    parity     greedy answers of vLLM, our engine and transformers in fp32 and bf16, how sure the model was where they part, and
+               how far each one's log-probabilities are from fp32's
     ttft       time to first token through our interface against calling the same AsyncLLM directly, at 1 and at 16 streams
 
 Progress goes to standard error; the last line of standard output is one JSON object.
@@ -18,7 +20,8 @@ import asyncio
 import os
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run from a checkout, installed or not
@@ -38,6 +41,8 @@ DEFAULT_BLOCK_SIZE = 32
 BYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 2  # of the embedded model's KV cache in bf16
 # Of each replica: enough for half of the tenants' prefixes and all answers, and soon overwritten.
 CACHE_TOKENS = 8192
+# Of each replica, which gets four of the eight tenants: three prefixes, and no less than one sequence may need (max_model_len).
+SMALL_CACHE_TOKENS = 2048
 NUM_FOREIGN_PROMPTS = 36
 NUM_FOREIGN_WORDS = 900
 NUM_FOREIGN_IN_FLIGHT = 4
@@ -51,16 +56,28 @@ def arguments() -> argparse.Namespace:
 
 async def fleet(block_size: int, progress: Progress) -> Figures:
     figures: Figures = {"block_size": block_size}
-    cache_bytes = (CACHE_TOKENS + block_size) * BYTES_PER_TOKEN
+    async with two_replicas_of_vllm(block_size, CACHE_TOKENS, progress) as client:
+        figures |= shown(await cache_and_load(client, progress, block_size))
+        await evict(client, progress)
+        figures |= shown(named("after_evictions", await cache_and_load(client, progress, block_size)))
+    async with two_replicas_of_vllm(block_size, SMALL_CACHE_TOKENS, progress) as client:
+        figures |= shown(named("evicting", await cache_and_load(client, progress, block_size)))
+    return figures
+
+
+@asynccontextmanager
+async def two_replicas_of_vllm(block_size: int, num_cache_tokens: int, progress: Progress) -> AsyncIterator[Client]:
+    cache_bytes = (num_cache_tokens + block_size) * BYTES_PER_TOKEN  # vLLM keeps a block for itself
     options = ("model.dtype=bf16", f"engine.kv_cache_bytes={cache_bytes}", f"engine.vllm.block_size={block_size}")
     task = progress.add_task("starting two vLLM replicas", total=None)
     with serving_app(*options, "ingress.expose_routing=true", config=CONFIG) as app:
         progress.remove_task(task)
         async with Client(app.url, load(CONFIG).model.served_name) as client:
-            figures |= shown(await cache_and_load(client, progress, block_size))
-            await evict(client, progress)
-            found = await cache_and_load(client, progress, block_size)
-    return figures | shown({f"{name}_after_evictions": value for name, value in found.items()})
+            yield client
+
+
+def named(suffix: str, figures: Figures) -> Figures:
+    return {f"{name}_{suffix}": value for name, value in figures.items()}
 
 
 async def evict(client: Client, progress: Progress) -> None:

@@ -1,16 +1,19 @@
 """Greedy answers of vLLM's CPU build, ours and transformers', on the same token ids and weights.
 
 Where two part, what decides is how sure the model was: the lead of the best logit over the second, computed by transformers in
-fp32 on the tokens that both had in common.
+fp32 on the tokens that both had in common. The least rounding can part two answers, so that they part says little about who is
+wrong: each one's log-probabilities are held against fp32's too, for as long as the contexts are the same.
 """
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from greedy_parity import CLEAR_GAP, EQUAL_GAP, OurAnswer, Tokens, first_difference, our_answers, reference_answers
+from greedy_parity import CLEAR_GAP, EQUAL_GAP, Tokens, first_difference, our_answers, reference_answers
 from reference_model import reference_model
 from rich.progress import Progress
 from serving_app import CONFIG, ROOT
@@ -23,16 +26,17 @@ VLLM_CONFIG = ROOT / "configs" / "vllm-cpu.yaml"
 
 
 def measure(prompts: Sequence[str], progress: Progress) -> dict[str, Any]:
-    """The figures `greedy_*`."""
+    """The figures `greedy_*` and `logprob_rms_error_*`."""
     tokenizer = load_tokenizer(load(CONFIG).model)
     prompt_ids = [tuple(tokenizer.render_chat([ChatMessage("user", prompt)])) for prompt in prompts]
-    answers = {
-        (name, dtype): _tokens(our_answers(dtype, prompt_ids, progress, path))
+    ours = {
+        (name, dtype): our_answers(dtype, prompt_ids, progress, path)
         for name, path in (("native", CONFIG), ("vllm", VLLM_CONFIG))
         for dtype in ("fp32", "bf16")
     }
-    answers["transformers", "fp32"] = [each.token_ids for each in reference_answers("fp32", prompt_ids, progress)]
-    answers["transformers", "bf16"] = [each.token_ids for each in reference_answers("bf16", prompt_ids, progress)]
+    answers = {key: [tuple(answer.token_ids) for answer in found] for key, found in ours.items()}
+    for dtype in ("fp32", "bf16"):
+        answers["transformers", dtype] = [each.token_ids for each in reference_answers(dtype, prompt_ids, progress)]
     gaps = Gaps(prompt_ids, progress)
     exact = answers["transformers", "fp32"]
     between = {
@@ -49,7 +53,40 @@ def measure(prompts: Sequence[str], progress: Progress) -> dict[str, Any]:
         figures[f"greedy_differ_{name}"] = sum(gap >= EQUAL_GAP for gap in found)
         figures[f"greedy_unexplained_{name}"] = sum(gap >= CLEAR_GAP for gap in found)
         figures[f"greedy_largest_gap_{name}"] = max(found, default=0.0)
+    logprobs = {key: [answer.logprobs for answer in found] for key, found in ours.items()}
+    for dtype in ("fp32", "bf16"):
+        logprobs["transformers", dtype] = logprobs_of(answers["transformers", dtype], prompt_ids, dtype, progress)
+    for name, dtype in (("native", "fp32"), ("vllm", "fp32"), ("native", "bf16"), ("vllm", "bf16"), ("transformers", "bf16")):
+        error = rms_error(answers[name, dtype], logprobs[name, dtype], exact, logprobs["transformers", "fp32"])
+        figures[f"logprob_rms_error_{name}_{dtype}"] = error
     return figures
+
+
+@torch.inference_mode()
+def logprobs_of(answers: Sequence[Tokens], prompt_ids: Sequence[Tokens], dtype: str, progress: Progress) -> list[list[float]]:
+    """Of each token of each answer, by transformers in one pass over prompt and answer."""
+    model = reference_model({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    found = []
+    pairs = list(zip(prompt_ids, answers, strict=True))
+    for prompt, answer in progress.track(pairs, description=f"greedy: log-probabilities by transformers, {dtype}"):
+        logits = model(torch.tensor([(*prompt, *answer)]), logits_to_keep=len(answer) + 1).logits[0, :-1]
+        rows = logits.float().log_softmax(-1)
+        found.append(rows.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1).tolist())
+    return found
+
+
+def rms_error(
+    ones: Sequence[Tokens],
+    logprobs: Sequence[Sequence[float]],
+    exact: Sequence[Tokens],
+    exact_logprobs: Sequence[Sequence[float]],
+) -> float:
+    """Over all tokens before an answer parts from the exact one."""
+    errors = []
+    for one, own, other, others in zip(ones, logprobs, exact, exact_logprobs, strict=True):
+        common = first_difference(one, other)
+        errors += [a - b for a, b in zip(own[:common], others[:common], strict=True)]
+    return math.sqrt(statistics.fmean(error * error for error in errors))
 
 
 class Gaps:
@@ -76,7 +113,3 @@ class Gaps:
         logits = self._model(torch.tensor([token_ids]), logits_to_keep=1).logits[0, -1]
         best, second = logits.topk(2).values.tolist()
         return float(best - second)
-
-
-def _tokens(answers: Sequence[OurAnswer]) -> list[Tokens]:
-    return [tuple(answer.token_ids) for answer in answers]

@@ -1,5 +1,5 @@
-"""What our engine interface adds to vLLM's time to first token: the same requests to the same AsyncLLM, once straight and once
-through VllmEngine, in turns, so that whatever else the machine does hits both alike."""
+"""What our engine interface adds to vLLM's time to first token: the same requests to the same AsyncLLM, once straight, as a
+program would that knows vLLM alone, and once through VllmEngine; in turns, so that whatever else the machine does hits both."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from itertools import count
 from typing import Any
 
 from rich.progress import Progress
+from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import SamplingParams as VllmSamplingParams
 from vllm_parity import VLLM_CONFIG
 
 from configs.load import load
@@ -19,7 +21,6 @@ from replicas.blocks import chain_root, hash_blocks
 from replicas.build import build_engine
 from replicas.contract import GenerationRequest, SamplingParams, StepOutput
 from replicas.vllm_engine import VllmEngine
-from replicas.vllm_support.sampling import sampling_arguments
 
 NUM_PROMPT_TOKENS = 16  # so that computing them hides as little as can be
 NUM_NEW_TOKENS = 2
@@ -28,9 +29,11 @@ _SECONDS_TO_MS = 1e3
 
 
 def measure(progress: Progress) -> dict[str, Any]:
-    """The figures `ttft_ms_*`, `added_ttft_ms_*` at each number of streams.
+    """The figures `ttft_straight_ms_*`, `ttft_through_us_ms_*` and `added_ttft_ms_*` at each number of streams.
 
-    What is added is the difference of a round's two means, straight and through us; P50, P90 and P99 are over rounds.
+    A value is the mean of a round's streams; what is added is the difference of the two rounds next to each other. P50, P90 and
+    P99 are over rounds: of the differences they say how much such a pair scatters, so what we add is their P50.
+    `added_ttft_share_*` is that P50 by the P50 of straight calls.
     """
     config = load(VLLM_CONFIG, ["replicas.num=1", f"engine.num_threads={os.cpu_count()}"])
     engine = build_engine(config, replicas_on_node=1)
@@ -39,17 +42,18 @@ def measure(progress: Progress) -> dict[str, Any]:
     try:
         bench = _Bench(engine)
         for num_streams, num_rounds in NUM_ROUNDS.items():
-            straight_s, added_s = [], []
+            straight_s, through_us_s = [], []
+            both = ((bench.straight, straight_s), (bench.through_us, through_us_s))
             rounds = progress.track(range(num_rounds), description=f"ttft: {num_streams} streams, straight and through us")
             for number in rounds:
-                ways = (bench.straight, bench.through_us) if number % 2 else (bench.through_us, bench.straight)
-                seconds = {way: statistics.mean(way(num_streams)) for way in ways}
-                straight_s.append(seconds[bench.straight])
-                added_s.append(seconds[bench.through_us] - seconds[bench.straight])
-            for name, values in (("ttft_straight_ms", straight_s), ("added_ttft_ms", added_s)):
+                for way, seconds in both if number % 2 else reversed(both):
+                    seconds.append(statistics.mean(way(num_streams)))
+            added_s = [ours - theirs for ours, theirs in zip(through_us_s, straight_s, strict=True)]
+            for name, values in (("ttft_straight", straight_s), ("ttft_through_us", through_us_s), ("added_ttft", added_s)):
                 percentiles = statistics.quantiles(values, n=100, method="inclusive")
                 for percent in (50, 90, 99):
-                    figures[f"{name}_{num_streams}_p{percent}"] = percentiles[percent - 1] * _SECONDS_TO_MS
+                    figures[f"{name}_ms_{num_streams}_p{percent}"] = percentiles[percent - 1] * _SECONDS_TO_MS
+            figures[f"added_ttft_share_{num_streams}"] = statistics.median(added_s) / statistics.median(straight_s)
     finally:
         engine.shutdown()
     return figures
@@ -59,7 +63,7 @@ class _Bench:
     def __init__(self, engine: VllmEngine) -> None:
         self._engine = engine
         # The engine's own, reached into: a second one would share neither the process nor its cache with it.
-        self._llm, self._thread = engine._llm, engine._thread
+        self._llm, self._thread = engine._llm._llm, engine._thread
         self._rng = random.Random(5)
         self._ids = count()
         self._root = chain_root(b"bench")
@@ -89,7 +93,15 @@ class _Bench:
 
     async def _one_straight(self, request: GenerationRequest, sent_s: float) -> float:
         first_s = 0.0
-        async for _ in self._llm.generate(request, sampling_arguments(request, ())):
+        sampling = VllmSamplingParams(
+            max_tokens=NUM_NEW_TOKENS,
+            temperature=0.0,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = {"prompt_token_ids": list(request.prompt_token_ids), "cache_salt": request.hash_root.hex()}
+        async for _ in self._llm.generate(prompt, sampling, request.request_id):
             first_s = first_s or time.perf_counter()
         return first_s - sent_s
 
