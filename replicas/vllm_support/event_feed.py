@@ -37,6 +37,7 @@ class EventFeed:
         self._endpoint = endpoint
         self._replay_endpoint = replay_endpoint
         self._next = 0
+        self._told: set[str] = set()  # what was logged already: a fault of this kind comes with every step
 
     async def run(self, on_batch: OnBatch, on_lost: Callable[[], None]) -> None:
         """Until cancelled. Each batch is handed over once, in order; `on_lost` where some can't be had any more.
@@ -49,8 +50,11 @@ class EventFeed:
         socket.connect(self._endpoint)
         try:
             while True:
-                _, number, payload = await socket.recv_multipart()
-                await self._take(_to_int(number), payload, on_batch, on_lost)
+                frames = await socket.recv_multipart()
+                if len(frames) != 3 or len(frames[1]) != _NUMBER_BYTES:
+                    self._tell_once("a message of vLLM's KV events has another form; it is asked for again")
+                    continue  # its number will be missing
+                await self._take(_to_int(frames[1]), frames[2], on_batch, on_lost)
         finally:
             self._context.destroy(linger=0)
 
@@ -70,9 +74,14 @@ class EventFeed:
         self._next = number + 1
         try:
             on_batch(batch_decoder.decode(payload).events)
-        except Exception:  # whatever is wrong with this one, the next ones must be heard
-            logger.exception("a batch of vLLM's KV events can't be read")
+        except Exception as error:  # whatever is wrong with this one, the next ones must be heard
+            self._tell_once(f"a batch of vLLM's KV events can't be read: {type(error).__name__}", error)
             on_lost()
+
+    def _tell_once(self, message: str, error: Exception | None = None) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            logger.error("%s; further ones are not logged", message, exc_info=error)
 
     async def _replay(self, start: int) -> AsyncIterator[tuple[int, bytes]]:
         socket = self._context.socket(zmq.DEALER)

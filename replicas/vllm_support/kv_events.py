@@ -6,7 +6,15 @@ chain (vllm_support.llm). So our name of every block can be computed, and is kep
 
 vLLM tells of *physical* blocks: two requests that compute the same prompt at the same time fill two blocks with one hash,
 which are stored twice and removed twice (vllm/v1/core/block_pool.py, `cache_full_blocks` and `_emit_block_removed_events`).
-A name is held as long as one of its blocks is.
+A name is held as long as one of its blocks is. What else was looked at there, so that the counts are true:
+
+- One name may have several hashes: those of vLLM 0.33 cover, under an EAGLE head, some tokens after the block too, and those of
+  an adapter its path. So blocks are counted for each name beside each hash. One hash never has two names, as it covers all
+  that a name does.
+- `_insert_block_hash` may do nothing, and `move_block_hashes` moves a hash in silence: neither changes how many blocks have it.
+- Blocks that are stored without being new are those of `kv_cache_report_mode="full"`, which a request would have to ask for.
+- After a loss vLLM holds blocks that aren't counted here, and when one of them is removed it takes one off those stored since.
+  So less is held here than there until both are empty, but never more.
 
 No vLLM import: its messages are decoded by these definitions, in which unknown fields (0.33 has some more than 0.32) and
 those that we don't need are left out.
@@ -15,7 +23,7 @@ those that we don't need are left out.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence, Set
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -26,8 +34,11 @@ from replicas.contract import KVEvents
 _DEVICE = "GPU"
 # A model may have several groups of layers with caches of their own, of which those that look back at all tokens decide how
 # long a prefix is. None: vLLM didn't say, so there is one group.
-_WHOLE_PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention"})
+_WHOLE_PREFIX_KINDS = frozenset({None, "full_attention", "sink_full_attention", "mla_attention"})
 _ROOT_CHARS = 64
+
+# Others have no name. To refuse them while decoding is to refuse the batch before any of it counts.
+_TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 32)]
 
 
 class BlockStored(msgspec.Struct, frozen=True, tag=True):
@@ -35,7 +46,7 @@ class BlockStored(msgspec.Struct, frozen=True, tag=True):
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
-    token_ids: list[int]
+    token_ids: list[_TokenId]
     block_size: int
     medium: str | None = None
     extra_keys: list[list[Any] | None] | None = None
@@ -189,7 +200,7 @@ class KvEventTranslator:
             return False
         if event.block_size != self._block_size or len(event.token_ids) != self._block_size * len(event.block_hashes):
             return False
-        if not self._known:
+        if self._group_idx is None:  # for good: what the other groups hold wasn't counted, and couldn't be later
             self._group_idx = event.group_idx
         return event.group_idx == self._group_idx
 

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+import zmq
 from vllm.distributed.kv_events import BlockRemoved, KVEventBatch, ZmqEventPublisher
 
 from replicas.vllm_support import event_feed
@@ -33,8 +34,15 @@ class Publisher:
 
     def publish_unheard(self, num_batches: int) -> None:
         """To nobody, as where a connection broke. They are kept like others."""
+        self._publish_to(_Nobody(), num_batches)
+
+    def publish_cut(self, num_batches: int) -> None:
+        """Messages that lack their last part. They are kept whole."""
+        self._publish_to(_Cut(self._vllms._pub), num_batches)
+
+    def _publish_to(self, socket: object, num_batches: int) -> None:
         self.settle()
-        heard, self._vllms._pub = self._vllms._pub, _Nobody()
+        heard, self._vllms._pub = self._vllms._pub, socket
         self.publish(num_batches)
         self.settle()
         self._vllms._pub = heard
@@ -62,6 +70,14 @@ class Publisher:
 class _Nobody:
     def send_multipart(self, frames: tuple[bytes, ...]) -> None:
         pass
+
+
+class _Cut:
+    def __init__(self, socket: zmq.Socket) -> None:
+        self._socket = socket
+
+    def send_multipart(self, frames: tuple[bytes, ...]) -> None:
+        self._socket.send_multipart(frames[:2])
 
 
 class Listener:
@@ -192,6 +208,24 @@ async def test_a_batch_that_can_t_be_read_is_lost_alone(publisher, listener):
     publisher.publish(1)
     await listener.until(publisher.last)
     assert listener.heard == [*range(before + 1), "lost", publisher.last]
+
+
+async def test_a_message_of_another_form_is_asked_for_again_and_logged_once(publisher, listener, caplog):
+    publisher.publish_cut(3)
+    publisher.publish(1)
+    await listener.until(publisher.last)
+    assert listener.heard == list(range(publisher.last + 1))
+    assert [record.message for record in caplog.records if record.name == event_feed.__name__] == [
+        "a message of vLLM's KV events has another form; it is asked for again; further ones are not logged"
+    ]
+
+
+async def test_readers_that_fail_alike_are_logged_once(publisher, listener, caplog):
+    listener.fails_on.update(range(publisher.last + 1, publisher.last + 4))
+    publisher.publish(4)
+    await listener.until(publisher.last)
+    assert listener.heard.count("lost") == 3
+    assert sum(record.name == event_feed.__name__ for record in caplog.records) == 1
 
 
 async def test_a_batch_that_its_reader_fails_on_is_lost_alone(publisher, listener):
