@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster import openai_grammar
 from cluster.openai_api import GenerateCall, require_grammar
 from cluster.openai_parse import parse_chat, parse_completion
 from configs.schema import LimitsConfig
@@ -67,6 +68,10 @@ def test_completions_take_them_too():
         ({"response_format": "json"}, "response_format"),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}}, "response_format"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": '{"maximum": NaN}'}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": {"maximum": float("inf")}}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": '{"const": "\\ud800"}'}}, "structured_outputs.json"),
+        ({"structured_outputs": {"json": '{"not":' * 300 + "{}" + "}" * 300}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": {"$ref": "http://192.0.2.1/schema"}}}, "structured_outputs.json"),
         ({"structured_outputs": {"json": {"properties": {"a": {"$ref": "file:///x"}}}}}, "structured_outputs.json"),
@@ -77,6 +82,8 @@ def test_completions_take_them_too():
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
         ({"structured_outputs": {"choice": ["a", "b", "c", "d"]}}, "structured_outputs.choice"),
         ({"guided_choice": [1]}, "guided_choice[0]"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos"),
+        ({"response_format": {"type": "json_object"}, "min_tokens": 5}, "min_tokens"),
         ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
         ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "structured_outputs.regex"),
     ],
@@ -86,6 +93,22 @@ def test_what_is_no_grammar_is_refused_by_its_name(fields, param):
     with pytest.raises(RequestError) as caught:
         chat(**fields)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_a_schema_that_is_too_large_is_not_looked_at(as_text, monkeypatch):
+    """cases SO03: what is checked takes time, so sizes come first."""
+    monkeypatch.setattr(openai_grammar, "fault", lambda schema: pytest.fail("looked at"))
+    schema = {"properties": {f"p{i}": {} for i in range(100)}}
+    with pytest.raises(RequestError, match="at most 300 characters"):
+        chat(guided_json=json.dumps(schema) if as_text else schema)
+
+
+def test_what_a_client_wrote_is_not_repeated():
+    with pytest.raises(RequestError) as caught:
+        chat(guided_json={"properties": {"canary": {"type": "canary"}}})
+    assert caught.value.message.startswith("guided_json: not a JSON Schema: `type` must be one of array, ")
+    assert "canary" not in caught.value.message
 
 
 def test_an_engine_without_the_kind_refuses_it_by_the_field_that_asked():
