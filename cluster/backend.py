@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from replicas.contract import Delta, EngineInfo, FinishReason, GenerationRequest
@@ -57,3 +57,13 @@ class Backend(Protocol):
 
     async def metrics(self) -> dict[str, bytes | None]:
         """Source -> exposition of every replica; None where one didn't answer."""
+
+
+def named_for(request: GenerationRequest, block_size: int) -> GenerationRequest:
+    """`request` for a replica with blocks of `block_size`, which names them itself where they were named by another size.
+
+    That is so while a deployment in place changes it, and no client's mistake. Of two sizes one is a multiple of the other,
+    so that prompts with a block of either have different numbers of them.
+    """
+    num_blocks = len(request.prompt_token_ids) // block_size
+    return request if len(request.block_hashes) == num_blocks else replace(request, block_hashes=())

@@ -29,7 +29,7 @@ from cluster.openai_parse import parse_chat, parse_completion, parse_detokenize,
 from cluster.responses import ChunkWriter, collect
 from configs.schema import AppConfig
 from replicas.blocks import chain_root, hash_blocks
-from replicas.contract import GenerationRequest
+from replicas.contract import EngineInfo, GenerationRequest
 from replicas.errors import OverloadedError, RequestError
 from replicas.tokenizer import Detokenizer
 
@@ -116,43 +116,21 @@ class Preparer:
     def _groups(self, kind: Kind, body: bytes, tenant: Tenant) -> tuple[GenerateCall, Entry, list[PromptGroup]]:
         call = _PARSERS[kind](body, self._config.ingress.limits)
         entry = self._catalog.find(call.model)
-        info = entry.fleet.backend.info()
+        info = entry.fleet.backend.info()  # once: a deployment in place may change it at any moment
         require_grammar(call, info.grammars)
-        root = self._root(tenant, call.cache_salt, entry)
+        root = self._root(tenant, call.cache_salt, entry, info.model_revision)
         groups = []
         for index, prompt in enumerate(call.prompts):
             token_ids = prompt_token_ids(
                 prompt, entry.fleet.tokenizer, vocab_size=info.vocab_size, max_model_len=info.max_model_len
             )
-            requests = self._sequences(call, entry, tuple(token_ids), root)
+            requests = _sequences(call, entry.adapter_name, info, tuple(token_ids), root)
             groups.append(PromptGroup(requests, first_index=index * call.n))
         return call, entry, groups
 
-    def _sequences(
-        self, call: GenerateCall, entry: Entry, token_ids: tuple[int, ...], root: bytes
-    ) -> tuple[GenerationRequest, ...]:
-        info = entry.fleet.backend.info()
-        request = GenerationRequest(
-            # New for every sequence: clients repeat their own ids (case RQ06).
-            request_id=secrets.token_hex(12),
-            prompt_token_ids=token_ids,
-            sampling=to_sampling(
-                call,
-                num_prompt_tokens=len(token_ids),
-                max_model_len=info.max_model_len,
-                vocab_size=info.vocab_size,
-                default_seed=secrets.randbits(63),
-            ),
-            hash_root=root,
-            block_hashes=hash_blocks(root, token_ids, info.block_size),
-            adapter=entry.adapter_name,
-        )
-        return with_choices(request, call.n)
-
-    def _root(self, tenant: Tenant, cache_salt: str, entry: Entry) -> bytes:
+    def _root(self, tenant: Tenant, cache_salt: str, entry: Entry, revision: str) -> bytes:
         """A client's salt only narrows what its own key's requests share (case NS06)."""
         salt = f"{tenant.salt}:{cache_salt}" if cache_salt else tenant.salt
-        revision = entry.fleet.backend.info().model_revision
         return chain_root(self._secret, salt=salt, adapter=entry.adapter_key, model_revision=revision)
 
     def _tokenize(self, body: bytes) -> dict[str, Any]:
@@ -177,3 +155,24 @@ class Preparer:
     def _detokenize(self, body: bytes) -> dict[str, Any]:
         call = parse_detokenize(body, self._config.ingress.limits)
         return {"prompt": detokenize(call, self._catalog.find(call.model).fleet.tokenizer)}
+
+
+def _sequences(
+    call: GenerateCall, adapter: str, info: EngineInfo, token_ids: tuple[int, ...], root: bytes
+) -> tuple[GenerationRequest, ...]:
+    request = GenerationRequest(
+        # New for every sequence: clients repeat their own ids (case RQ06).
+        request_id=secrets.token_hex(12),
+        prompt_token_ids=token_ids,
+        sampling=to_sampling(
+            call,
+            num_prompt_tokens=len(token_ids),
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            default_seed=secrets.randbits(63),
+        ),
+        hash_root=root,
+        block_hashes=hash_blocks(root, token_ids, info.block_size),
+        adapter=adapter,
+    )
+    return with_choices(request, call.n)

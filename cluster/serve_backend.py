@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from cluster.backend import Dispatched
+from cluster.backend import Dispatched, named_for
 from cluster.stream_client import StreamClient
 from replicas.contract import Delta, EngineInfo, FinishReason, GenerationRequest
 from replicas.errors import NoReplicaError, ReplicaLostError, TrieserveError
@@ -80,7 +80,8 @@ class ServeBackend:
             slot = getattr(selection, "_slot_token", None)
             try:
                 for request in group:
-                    streams.append(await self._client.open(endpoint, request, slot))
+                    named = named_for(request, facts["info"]["block_size"])
+                    streams.append(await self._client.open(endpoint, named, slot))
                 yield _dispatched(selection.replica_id, streams, ticket)
             except ReplicaLostError as error:
                 error.replica = error.replica or selection.replica_id

@@ -12,6 +12,7 @@ from local_fleet import submitted
 from scripted_engine import ScriptedEngine, until
 
 from cluster.answer import KEEP_ALIVE
+from replicas import wire
 from replicas.contract import ErrorInfo, FinishReason
 from replicas.errors import ContextLengthError, NoReplicaError, OverloadedError
 
@@ -124,6 +125,19 @@ async def test_a_fleet_that_is_full_or_absent_says_when_to_come_again(stream, er
         assert (status, body["error"]["code"], body["error"]["type"]) == (503, code, "overloaded_error")
         assert headers["retry-after"] == retry_after
         assert edge.count("requests_total", outcome="shed") == 1
+
+
+@BOTH_MODES
+async def test_an_engine_that_is_full_says_itself_when_to_come_again(stream):
+    """cases RF05"""
+    full = wire.to_error_info(OverloadedError("the queue is full", retry_after_s=7.2))
+    async with Edge(engine := ScriptedEngine()) as edge, edge.chat_call(stream=stream) as call:
+        (name,) = await submitted(engine)
+        engine.emit(name, finish=FinishReason.ERROR, error=full)
+        engine.step()
+        status, headers, _ = await answer(call)
+        assert (status, headers["retry-after"]) == (503, "8")
+        await call.ended()
 
 
 @BOTH_MODES

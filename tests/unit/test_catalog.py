@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import replace
 
 import httpx
 import pytest
 from asgi_call import AsgiCall
 from local_edge import HELLO, SECRET, tokenizer
 from local_fleet import LocalFleet, submitted
-from scripted_engine import ScriptedEngine
+from scripted_engine import ScriptedEngine, make_request
 
 from cluster.auth import Authenticator
+from cluster.backend import named_for
 from cluster.catalog import Catalog, Fleet
 from cluster.http_app import Api, make_app
 from cluster.metrics import IngressMetrics
@@ -77,6 +79,15 @@ async def test_a_request_goes_to_the_fleet_of_its_model_with_that_fleets_blocks(
         [request] = made.submitted.values()
         assert request.block_hashes == hash_blocks(request.hash_root, request.prompt_token_ids, size)
         assert request.block_hashes
+
+
+@pytest.mark.parametrize("num_tokens", [0, 15, 16, 31, 32, 40, 64, 100])
+def test_a_replica_with_other_blocks_than_the_prompt_was_named_by_names_them_itself(num_tokens):
+    """A deployment in place may change them, and a request must not fail for it."""
+    named = replace(make_request("a"), prompt_token_ids=tuple(range(num_tokens)))
+    named = replace(named, block_hashes=hash_blocks(named.hash_root, named.prompt_token_ids, 16))
+    assert named_for(named, 16) is named
+    assert named_for(named, 32).block_hashes == ()
 
 
 async def test_an_adapter_is_a_model_of_its_own_with_a_cache_of_its_own():

@@ -11,7 +11,7 @@ from token_rig import SECRET, TokenRig, read
 
 from replicas import wire
 from replicas.contract import Delta, FinishReason
-from replicas.errors import ContextLengthError, EngineError, ReplicaLostError, RequestError
+from replicas.errors import ContextLengthError, EngineError, OverloadedError, ReplicaLostError, RequestError
 
 
 @pytest.fixture
@@ -79,7 +79,11 @@ def test_tokens_flow_on_the_event_loop_that_serve_uses():
 
 @pytest.mark.parametrize(
     ("refusal", "expected"),
-    [(ContextLengthError("too long", param="messages"), ContextLengthError), (ValueError("secret detail"), EngineError)],
+    [
+        (ContextLengthError("too long", param="messages"), ContextLengthError),
+        (OverloadedError("full", retry_after_s=7.2), OverloadedError),
+        (ValueError("secret detail"), EngineError),
+    ],
 )
 async def test_what_the_engine_refuses_is_raised_by_open_and_the_connection_lives(rig, refusal, expected):
     [other] = await rig.open("other")
@@ -88,6 +92,7 @@ async def test_what_the_engine_refuses_is_raised_by_open_and_the_connection_live
         await rig.open("a", slot="slot")
     assert "secret detail" not in raised.value.message
     assert raised.value.param == getattr(refusal, "param", None)
+    assert getattr(raised.value, "retry_after_s", None) == getattr(refusal, "retry_after_s", None)
     rig.engine.tokens("other", 1, finish=FinishReason.STOP)
     assert await read(other) == [1]
     assert rig.orphaned == []

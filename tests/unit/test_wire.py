@@ -147,9 +147,15 @@ def test_a_proof_fits_one_secret_one_handshake_and_one_direction():
 
 
 @pytest.mark.parametrize(
-    "error", [ContextLengthError("too long", param="messages"), OverloadedError("full"), TrieserveError("x", code="y")]
+    "error",
+    [
+        ContextLengthError("too long", param="messages"),
+        OverloadedError("full", retry_after_s=7.2),
+        TrieserveError("x", code="y"),
+    ],
 )
 def test_an_error_is_the_same_on_the_other_side(error):
     info = wire.to_error_info(error)
-    again = rebuild(info.name, info.message, info.param, info.code)
+    again = rebuild(info.name, info.message, info.param, info.code, info.retry_after_s)
     assert (type(again), again.message, again.param, again.code) == (type(error), error.message, error.param, error.code)
+    assert getattr(again, "retry_after_s", None) == getattr(error, "retry_after_s", None)
