@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import subprocess
@@ -11,12 +12,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import pytest
 from app_client import App
 from processes import BIN, ROOT, Server, free_port, server
 
+PLACEMENT_OF = Path(__file__).with_name("placement_of.py")
 _JOB_TIMEOUT_S = 150
 _WORKER_PORTS = 200  # enough for the workers of a test
 
@@ -27,12 +30,13 @@ class RayCluster:
     address: str
     dashboard: str
 
-    def run(self, *command: str) -> None:
-        """Fails with what the command said if it does."""
+    def run(self, *command: str) -> str:
+        """What the command said, or that as a failure if it fails."""
         done = subprocess.run(
             command, cwd=ROOT, env=self.server.environment, capture_output=True, text=True, timeout=_JOB_TIMEOUT_S
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
 
     def submit_up(self, *overrides: str) -> None:
         """Returns when the job has ended, which leaves the app there."""
@@ -53,7 +57,7 @@ def cluster(environment, tmp_path_factory) -> Iterator[RayCluster]:
     }
     # Sockets below it must have short names.
     with tempfile.TemporaryDirectory(prefix="ts-", dir="/tmp") as folder:
-        size = {"num-cpus": 6, "object-store-memory": 300_000_000, "temp-dir": folder}
+        size = {"num-cpus": 6, "num-gpus": 4, "object-store-memory": 300_000_000, "temp-dir": folder}
         options = [f"--{name}={value}" for name, value in {**ports, **size}.items()]
         command = [str(BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats", *options]
         log = tmp_path_factory.mktemp("ray") / "log"
@@ -134,6 +138,13 @@ def test_jobs_and_serve_deploy_change_an_app_that_never_stops_answering(cluster,
         cluster.server.wait_until(lambda: app.num_ready() == 1)
     assert visitor.failures == []
     assert visitor.num_answers > 50
+
+
+def test_a_replica_on_several_gpus_gets_one_for_each_worker_and_none_itself(cluster):
+    found = json.loads(cluster.run(sys.executable, str(PLACEMENT_OF), cluster.address).splitlines()[-1])
+    assert found["bundles"] == [{"CPU": 0.5, "GPU": 1}, {"GPU": 1}, {"GPU": 1}, {"GPU": 1}]
+    assert found["own_gpus"] == []
+    assert sorted(gpu for [gpu] in found["worker_gpus"]) == [0, 1, 2, 3]
 
 
 def candidates(app: App) -> list[str]:
