@@ -1,4 +1,4 @@
-"""The command line: `python -m cluster up|check|status|build|hash-key`. Each command's work is in a file of its own."""
+"""The command line: `python -m cluster up|check|status|plan|build|hash-key`. Each command's work is in a file of its own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from cluster.auth import hash_api_key
 from configs.load import load
-from configs.schema import AppConfig
+from configs.schema import EMBEDDED_MODEL, AppConfig, EngineConfig
 from replicas.errors import TrieserveError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -38,8 +38,26 @@ def parser() -> argparse.ArgumentParser:
     status.add_argument("--url", default=DEFAULT_URL)
     status.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
+    _add_plan(commands.add_parser("plan", help="what a model takes of a memory in each precision, and how many users fit"))
+
     commands.add_parser("hash-key", help="read an API key and print the sha256 for ingress.api_keys")
     return root
+
+
+def _add_plan(plan: argparse.ArgumentParser) -> None:
+    engine = EngineConfig()
+    add = plan.add_argument
+    add("--model", default=EMBEDDED_MODEL, help="as model.source; a config.json, or a directory with no more, will do")
+    add("--memory-gb", type=float, required=True, help="GiB (2**30 bytes, as nvidia-smi and cgroups count) of one device")
+    add("--devices", type=int, default=1, help="devices of that memory, which share the model")
+    add("--max-model-len", type=int, default=0, help="tokens of the longest request, which must fit; 0: what fits")
+    add("--quantization", default="", choices=("fp32", "bf16", "int8", "int4", "shipped"), help="of weights; shipped: a GGUF's")
+    add("--kv-cache-dtype", default="", choices=("fp32", "bf16", "int8"), help="of keys and values")
+    add("--max-num-seqs", type=int, default=engine.max_num_seqs, help="as engine.max_num_seqs")
+    add("--max-num-batched-tokens", type=int, default=engine.max_num_batched_tokens, help="as the key of engine")
+    add("--runtime-gb", type=float, default=0.5, help="GiB that Python, torch and their libraries take")
+    add("--device", choices=("cpu", "cuda"), help="where the copies differ; cpu for one device, cuda for several")
+    add("--json", action="store_true", help="one JSON object instead of tables")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,6 +102,11 @@ def _status(arguments: argparse.Namespace) -> int:
     return 0 if ok else 1
 
 
+def _plan(arguments: argparse.Namespace) -> int:
+    importlib.import_module("cluster.plan").run(**{key: value for key, value in vars(arguments).items() if key != "command"})
+    return 0
+
+
 def _hash_key(_arguments: argparse.Namespace) -> int:
     key = getpass.getpass("API key: ") if sys.stdin.isatty() else sys.stdin.readline().strip()
     print(hash_api_key(key))
@@ -95,6 +118,7 @@ _COMMANDS: dict[str, Command] = {
     "check": _with_config("cluster.check", "check", "explain", "strict"),
     "build": _with_config("cluster.build_config", "build", "output"),
     "status": _status,
+    "plan": _plan,
     "hash-key": _hash_key,
 }
 
