@@ -1,5 +1,5 @@
-"""Decode steps as CUDA graphs. A decode step of a small model is some five hundred short kernels; launched one by one from
-Python they take longer than they compute. A graph launches them all at once.
+"""Decode steps as CUDA graphs. A decode step of a small model is hundreds of short kernels, and launching them one by one from
+Python takes longer than computing them. A graph launches them all at once.
 
     first step of a bucket    fill buffers -> run twice on a side stream -> capture -> replay
     later steps               fill buffers -> replay

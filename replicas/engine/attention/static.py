@@ -26,6 +26,7 @@ from torch import Tensor
 from replicas.engine.attention.kv_cache import KVCache
 from replicas.engine.batch import Batch, Span
 
+# The four limits are counted, not measured: from the bytes that a gather moves against a few microseconds a launch.
 # Short contexts share one bucket: below this, a graph of its own saves less than a launch.
 _MIN_BLOCKS = 8
 # Blocks gathered a step, padding included. Where it is more, attention is what a step costs and launches are not; the

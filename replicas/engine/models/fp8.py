@@ -28,7 +28,9 @@ def supports_fp8(device: torch.device) -> bool:
 
 
 def fp8_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """x @ weight.T + bias, for x in bf16. The weight is copied: keep no reference to the one given.
+    """x @ weight.T + bias, all in bf16: torch's kernels with a scale for each row give nothing else.
+
+    The weight is copied, so the caller should keep no reference to it.
 
     A weight whose sizes are not multiples of 16 stays as it is.
     """
