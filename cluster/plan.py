@@ -127,6 +127,8 @@ def make_plan(subject: Subject, demand: Demand, quantization: str = "", kv_cache
     """Raises ConfigError for numbers and precisions that make no sense for this model."""
     if demand.memory_bytes <= 0 or min(demand.num_devices, demand.max_num_seqs, demand.max_num_batched_tokens) < 1:
         raise ConfigError("memory, devices, sequences and tokens of a step must be more than 0")
+    if demand.on_cpu and demand.num_devices > 1:
+        raise ConfigError("several devices are GPUs: one CPU is one device")
     if demand.max_model_len < 0 or demand.runtime_bytes < 0:
         raise ConfigError("a context or a reserve can't be less than 0")
     found = options(subject.shape, demand, subject.tensors)
@@ -137,14 +139,14 @@ def make_plan(subject: Subject, demand: Demand, quantization: str = "", kv_cache
     ]
     if not chosen:
         raise ConfigError(_impossible(subject, demand, quantization))
-    recommended = _recommended(subject.shape, chosen)
+    recommended = _recommended(subject.shape, demand, chosen)
     refusal = None if recommended is not None else _refusal(subject, demand, found, chosen)
     return Plan(subject, demand, found, chosen, recommended, refusal)
 
 
 def _impossible(subject: Subject, demand: Demand, quantization: str) -> str:
     if quantization == AS_SHIPPED:
-        return f"{subject.source} is no GGUF file, which alone has weights of its own precision"
+        return "weights as shipped are those of a GGUF file, on a CPU: torch makes them numbers"
     [precision] = [one for one in WEIGHT_PRECISIONS if one.name == quantization]
     try:
         weights_in(shard(subject.shape, demand.num_devices), precision)
@@ -153,13 +155,21 @@ def _impossible(subject: Subject, demand: Demand, quantization: str) -> str:
     raise AssertionError(quantization)
 
 
-def _recommended(shape: ArchitectureConfig, chosen: Sequence[Option]) -> Option | None:
+def is_served(option: Option, demand: Demand) -> bool:
+    """Whether an engine of ours or, on several devices, vLLM computes these precisions from any checkpoint."""
+    weights, kv = option.weights.precision, option.kv
+    if demand.num_devices > 1:
+        return not weights.is_quantized and kv.name in (weights.name, "int8")
+    return demand.on_cpu or kv.itemsize == weights.itemsize
+
+
+def _recommended(shape: ArchitectureConfig, demand: Demand, chosen: Sequence[Option]) -> Option | None:
     """The first by preference of those that hold the longest requests; 32k are long enough."""
 
-    def rank(option: Option) -> tuple[int, int, int]:
+    def rank(option: Option) -> tuple[bool, int, int, int]:
         length = min(option.capacity.max_model_len if option.capacity else 0, shape.max_context_len, max(CONTEXTS))
         weights, kv = option.weights.precision.name, option.kv.name
-        return -length, _WEIGHTS_BY_PREFERENCE.index(weights), _KV_BY_PREFERENCE.index(kv)
+        return not is_served(option, demand), -length, _WEIGHTS_BY_PREFERENCE.index(weights), _KV_BY_PREFERENCE.index(kv)
 
     return min((option for option in chosen if option.capacity is not None), key=rank, default=None)
 
@@ -177,15 +187,16 @@ def _refusal(subject: Subject, demand: Demand, found: Sequence[Option], chosen: 
     ]
     lines += [
         f"would fit: {one.name} ({_written(_precision_keys(one, demand))}) in {_size(one.needed_bytes)}"
-        for one in _alternatives(found)[:_MAX_ALTERNATIVES]
+        for one in _alternatives(found, demand)[:_MAX_ALTERNATIVES]
     ]
     held = max(least.kv_bytes, 0) // least.bytes_per_block * BLOCK_SIZE
     if held:
         lines.append(f"would fit: model.max_model_len={held}")
-    number = fewest_devices(subject.shape, demand, least, subject.tensors)
+    numbers = "bf16" if least.weights.precision.is_quantized else least.weights.precision.name
+    number = fewest_devices(subject.shape, demand, numbers, numbers)
     if number is not None:
         lines.append(
-            f"would fit: {number} devices of {_size(demand.memory_bytes)} (engine.kind=vllm "
+            f"would fit: in {numbers}, {number} GPUs of {_size(demand.memory_bytes)} (engine.kind=vllm "
             f"engine.vllm.tensor_parallel_size={number})"
         )
     if len(lines) == 1:
@@ -193,9 +204,10 @@ def _refusal(subject: Subject, demand: Demand, found: Sequence[Option], chosen: 
     return "\n  ".join(lines)
 
 
-def _alternatives(found: Sequence[Option]) -> list[Option]:
-    """Of each precision of weights the first by preference that fits."""
-    fitting = {(one.weights.precision.name, one.kv.name): one for one in found if one.capacity is not None}
+def _alternatives(found: Sequence[Option], demand: Demand) -> list[Option]:
+    """Of each precision of weights the first by preference that fits and is served."""
+    served = (one for one in found if one.capacity is not None and is_served(one, demand))
+    fitting = {(one.weights.precision.name, one.kv.name): one for one in served}
     ranked = ([fitting.get((weights, kv)) for kv in _KV_BY_PREFERENCE] for weights in _WEIGHTS_BY_PREFERENCE)
     return [one for row in ranked if (one := next(filter(None, row), None)) is not None]
 
@@ -206,9 +218,11 @@ def settings(option: Option, made: Plan) -> dict[str, str | int]:
         return {}
     demand = made.demand
     keys: dict[str, str | int] = {"model.source": made.subject.source, **_precision_keys(option, demand)}
+    keys["engine.device"] = "cpu" if demand.on_cpu else "cuda"
+    if not demand.on_cpu:
+        keys["replicas.num_gpus"] = demand.num_devices
     if demand.num_devices > 1:
-        keys |= {"engine.kind": "vllm", "engine.device": "cuda", "engine.vllm.tensor_parallel_size": demand.num_devices}
-        keys |= {"replicas.num_gpus": demand.num_devices}
+        keys |= {"engine.kind": "vllm", "engine.vllm.tensor_parallel_size": demand.num_devices}
     keys["engine.kv_cache_bytes"] = option.capacity.num_blocks * option.bytes_per_block * demand.num_devices
     if option.capacity.max_model_len < made.subject.shape.max_context_len:
         keys["model.max_model_len"] = option.capacity.max_model_len
@@ -217,12 +231,17 @@ def settings(option: Option, made: Plan) -> dict[str, str | int]:
 
 
 def _precision_keys(option: Option, demand: Demand) -> dict[str, str]:
-    """A GGUF's own precision has no key: it is what is loaded without one."""
     weights, kv = option.weights.precision.name, option.kv.name
-    keys = {"model.dtype": weights} if weights in ("bf16", "fp32") else {}
+    numbers = not option.weights.precision.is_quantized
     if demand.num_devices > 1:
-        return keys | {"engine.vllm.kv_cache_dtype": _VLLM_KV[kv]}
-    return keys | ({"engine.quantization": weights} if weights in ("int8", "int4") else {}) | {"engine.kv_cache_dtype": kv}
+        return ({"model.dtype": weights} if numbers else {}) | {"engine.vllm.kv_cache_dtype": _VLLM_KV[kv]}
+    if weights == AS_SHIPPED:
+        keys = {"model.dtype": "auto", "engine.quantization": "auto"}
+    elif numbers:
+        keys = {"model.dtype": weights, "engine.quantization": "none"}
+    else:
+        keys = {"engine.quantization": weights}
+    return keys | {"engine.kv_cache_dtype": kv}
 
 
 def _written(keys: Mapping[str, str | int]) -> str:
@@ -248,6 +267,11 @@ def notes(made: Plan) -> list[str]:
         said.append(
             "our own engine computes on one device: several take engine.kind=vllm, whose reserve is its own, and which takes "
             "int8 and int4 only from a checkpoint that is quantized already"
+        )
+    elif not demand.on_cpu:
+        said.append(
+            "on a GPU our own engine keeps the KV cache in the numbers it computes with, and computes int8 and int4 weights "
+            "slowly, by their plain twin"
         )
     return said
 

@@ -1,9 +1,10 @@
 """What a model takes of a memory in each number format, and how many users the rest holds. Pure: no torch, no weight loaded.
 
     memory of a device = weights + reserve + KV cache
-    reserve            = activations + logits + rotary table + packed head + gathered KV + runtime      (see RESERVE_FORMULAS)
+    reserve            = activations + logits + rotary table + gathered KV + plain twin + runtime      (see RESERVE_FORMULAS)
 
-Sizes are those of our own engine. Sizes are in bytes; KV blocks have replicas.blocks.BLOCK_SIZE tokens.
+As our own engine keeps them: by its native kernels on a CPU, by torch on a GPU. Sizes are in bytes; a KV block has
+replicas.blocks.BLOCK_SIZE tokens. The kernels pad a matrix to rows that 64 divides, which is not counted.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ RUNTIME_BYTES = GIB // 2
 _FP32_BYTES, _HALF_BYTES = 4, 2
 _SCALE_BYTES = 4  # of a row of int8, and of the keys or the values of one head in a block of an int8 cache
 _GROUP = 32  # columns that share a scale (and a minimum) of two bytes each
-# attention gathers at most this many blocks of one layer at a time (replicas/engine/attention/)
+# torch's attention gathers at most this many blocks of one layer at a time (replicas/engine/attention/)
 _MAX_GATHERED_BLOCKS = 8192
 
 _MATRIX_BYTES: Mapping[str, Callable[[int, int], int]] = {
@@ -45,15 +46,14 @@ _GROUPED = ("int4", "int8_g32")
 class WeightPrecision:
     """`linear` and `vocabulary` (embedding and head) name formats of matrices; norms and biases are fp32 in all of them.
 
-    `itemsize` is of the numbers computed with, in bytes; `packed` that on a CPU the linears are packed copies, so that a
-    tied head is a matrix beside the embedding.
+    `itemsize` is of the numbers that torch computes with, in bytes.
     """
 
     name: str
     linear: str
     vocabulary: str
     itemsize: int = _HALF_BYTES
-    packed: bool = False
+    is_quantized: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +71,16 @@ class KvPrecision:
 
 # Half precision is called bf16 here; fp16 takes the same.
 WEIGHT_PRECISIONS = (
-    WeightPrecision("fp32", "fp32", "fp32", itemsize=_FP32_BYTES),
-    WeightPrecision("bf16", "bf16", "bf16", packed=True),
+    WeightPrecision("fp32", "fp32", "fp32", itemsize=_FP32_BYTES, is_quantized=False),
+    WeightPrecision("bf16", "bf16", "bf16", is_quantized=False),
     WeightPrecision("int8", "int8", "int8"),
     WeightPrecision("int4", "int4", "int8_g32"),
 )
 KV_PRECISIONS = (KvPrecision("fp32", 4), KvPrecision("bf16", 2), KvPrecision("int8", 1, _SCALE_BYTES))
 # A GGUF's formats that are kept as they are; other matrices are computed, and counted, in bf16.
 _KEPT = ("Q4_1", "Q8_0")
+# Tensors of a GGUF that become one matrix, which has one format.
+_FUSED = {"attn_q": "qkv", "attn_k": "qkv", "attn_v": "qkv", "ffn_gate": "gate_up", "ffn_up": "gate_up"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,26 +139,34 @@ def weights_in(shape: ArchitectureConfig, precision: WeightPrecision) -> Weights
     return Weights(precision, total)
 
 
-def weights_as_shipped(shape: ArchitectureConfig, tensors: Mapping[str, GgufTensor], num_devices: int = 1) -> Weights:
+def weights_as_shipped(shape: ArchitectureConfig, tensors: Mapping[str, GgufTensor]) -> Weights:
     """A GGUF's tensors as the engine keeps them: those of `_KEPT` in the file's own bytes, others in bf16."""
+    matrices_of: dict[tuple[str, ...], list[GgufTensor]] = {}
+    for name, tensor in tensors.items():
+        if len(tensor.shape) > 1:  # norms and biases are as in every other precision
+            *path, part, _ = name.split(".")
+            matrices_of.setdefault((*path, _FUSED.get(part, part)), []).append(tensor)
     total, counts = 0, dict[str, int]()
-    for tensor in tensors.values():
-        if len(tensor.shape) < 2:
-            continue  # norms and biases: as in every other precision
-        size, name = tensor.shape[0] * tensor.shape[1], tensor.kind.name
-        elements, num_bytes = GGML_QUANT_SIZES[tensor.kind]
-        total += size // elements * num_bytes if name in _KEPT else size * _HALF_BYTES
-        counts[name] = counts.get(name, 0) + 1
-    kinds = ", ".join(f"{count} x {name}{'' if name in _KEPT else ' (kept as bf16)'}" for name, count in counts.items())
+    for parts in matrices_of.values():
+        kinds = {tensor.kind.name for tensor in parts}
+        is_kept = len(kinds) == 1 and kinds <= set(_KEPT)
+        for tensor in parts:
+            elements, num_bytes = GGML_QUANT_SIZES[tensor.kind]
+            size = tensor.shape[0] * tensor.shape[1]
+            total += size // elements * num_bytes if is_kept else size * _HALF_BYTES
+            kind = tensor.kind.name if is_kept else f"{tensor.kind.name} (kept as bf16)"
+            counts[kind] = counts.get(kind, 0) + 1
     precision = WeightPrecision(AS_SHIPPED, AS_SHIPPED, AS_SHIPPED)
-    return Weights(precision, -(-total // num_devices) + vector_bytes(shape), f"{AS_SHIPPED}: {kinds}")
+    remark = ", ".join(f"{count} x {kind}" for kind, count in counts.items())
+    return Weights(precision, total + vector_bytes(shape), f"{AS_SHIPPED}: {remark}")
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
     """What is to be served in `memory_bytes` on each of `num_devices`, which share a model head by head.
 
-    `max_model_len` (0: what the model and the memory allow) is the longest request, which must fit. `on_cpu` packs linears.
+    `max_model_len` (0: what the model and the memory allow) is the longest request, which must fit. `on_cpu` says whose
+    sizes they are, the native kernels' or torch's.
     """
 
     memory_bytes: int
@@ -173,9 +183,10 @@ class Demand:
 RESERVE_FORMULAS: Mapping[str, str] = {
     "activations": "4 * max_num_batched_tokens * (2 * hidden + 3 * max(intermediate, (heads + 2 * kv heads) * head_dim))",
     "logits": "4 * max_num_seqs * vocabulary",
-    "rotary_table": "2 * context of the model * head_dim * (4 in fp32, else 2)",
-    "packed_head": "2 * vocabulary * hidden where bf16 on a CPU has a tied head: products want a packed copy of the embedding",
-    "gathered_kv": "copies of one layer's blocks that attention reads at once: all of the cache, at most 8192",
+    "rotary_table": "4 * context of the model * head_dim; in fp32 on a GPU twice that",
+    "gathered_kv": "on a GPU, copies of one layer's blocks that attention reads at once: all of the cache, at most 8192",
+    "plain_twin": "on a GPU, of quantized weights: 2 * vocabulary * hidden for the embedding's numbers, and 6 * numbers of the "
+    "largest matrix, which each product makes anew",
     "runtime": "Python, torch and their libraries (--runtime-gb)",
 }
 
@@ -187,28 +198,32 @@ class Reserve:
     activations: int
     logits: int
     rotary_table: int
-    packed_head: int
     gathered_kv: int
+    plain_twin: int
     runtime: int
 
     @property
     def total(self) -> int:
-        return self.activations + self.logits + self.rotary_table + self.packed_head + self.gathered_kv + self.runtime
+        return self.activations + self.logits + self.rotary_table + self.gathered_kv + self.plain_twin + self.runtime
 
 
 def reserve(shape: ArchitectureConfig, weights: Weights, kv: KvPrecision, demand: Demand) -> Reserve:
     precision = weights.precision
     attention_width = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
     width = 2 * shape.hidden_size + 3 * max(shape.intermediate_size, attention_width)
-    packs_head = precision.packed and shape.tied_embeddings and demand.on_cpu
+    table_itemsize = _HALF_BYTES if demand.on_cpu else precision.itemsize  # the kernels keep half of a symmetric table, in fp32
+    has_twin = precision.is_quantized and not demand.on_cpu and demand.num_devices == 1
+    largest = max(matrix.rows * matrix.columns for matrix in matrices(shape))
     before_kv = Reserve(
         activations=_FP32_BYTES * demand.max_num_batched_tokens * width,
         logits=_FP32_BYTES * demand.max_num_seqs * shape.vocab_size,
-        rotary_table=2 * shape.max_context_len * shape.head_dim * precision.itemsize,
-        packed_head=_HALF_BYTES * shape.vocab_size * shape.hidden_size if packs_head else 0,
+        rotary_table=2 * shape.max_context_len * shape.head_dim * table_itemsize,
         gathered_kv=0,
+        plain_twin=_HALF_BYTES * shape.vocab_size * shape.hidden_size + 6 * largest if has_twin else 0,
         runtime=demand.runtime_bytes,
     )
+    if demand.on_cpu:
+        return before_kv
     # A copy has the numbers that are computed with, of one layer. It takes of the room that it depends on.
     copied = BLOCK_SIZE * shape.kv_bytes_per_token(max(precision.itemsize, kv.itemsize)) // shape.num_layers
     room = max(demand.memory_bytes - weights.num_bytes - before_kv.total, 0)
@@ -240,13 +255,13 @@ class Option:
 
 
 def options(shape: ArchitectureConfig, demand: Demand, tensors: Mapping[str, GgufTensor] | None = None) -> tuple[Option, ...]:
-    """Every combination, `tensors` of a GGUF as one more precision. Without those whose groups don't divide the widths.
+    """Every combination, on a CPU with `tensors` of a GGUF as one more. Without those whose groups don't divide the widths.
 
     Raises ConfigError for devices that can't share the model, CapacityError for a context beyond the model's own.
     """
     check_context(demand.max_model_len, shape.max_context_len)
     mine = shard(shape, demand.num_devices)
-    found = [] if tensors is None else [weights_as_shipped(mine, tensors, demand.num_devices)]
+    found = [weights_as_shipped(mine, tensors)] if tensors is not None and demand.on_cpu else []
     for precision in WEIGHT_PRECISIONS:
         try:
             found.append(weights_in(mine, precision))
@@ -310,14 +325,11 @@ def _divides(shape: ArchitectureConfig, num_devices: int) -> bool:
     return not (shape.num_heads % num_devices or shape.intermediate_size % num_devices or larger % smaller)
 
 
-def fewest_devices(
-    shape: ArchitectureConfig, demand: Demand, option: Option, tensors: Mapping[str, GgufTensor] | None = None
-) -> int | None:
-    """How many devices of the same memory it takes to serve `option`'s precisions; None if no number does."""
+def fewest_devices(shape: ArchitectureConfig, demand: Demand, weights: str, kv: str) -> int | None:
+    """How many GPUs of the same memory it takes to serve these precisions; None if no number that divides the model does."""
     for number in device_counts(shape):
-        if number <= demand.num_devices:
-            continue
-        for other in options(shape, replace(demand, num_devices=number, on_cpu=False), tensors):
-            if other.name == option.name and other.capacity is not None:
-                return number
+        if number > demand.num_devices:
+            for option in options(shape, replace(demand, num_devices=number, on_cpu=False)):
+                if (option.weights.precision.name, option.kv.name) == (weights, kv) and option.capacity is not None:
+                    return number
     return None
