@@ -6,12 +6,14 @@ import json
 from dataclasses import replace
 
 import pytest
+from gguf.constants import GGMLQuantizationType
 
 from cluster.__main__ import main
 from cluster.plan import make_plan, read, settings
 from configs.load import load
 from replicas.engine.models.config import from_hf_config
 from replicas.errors import CapacityError, ConfigError
+from replicas.gguf_file import GgufTensor
 from replicas.memory_plan import (
     CONTEXTS,
     GIB,
@@ -24,6 +26,8 @@ from replicas.memory_plan import (
     num_parameters,
     options,
     shard,
+    vector_bytes,
+    weights_as_shipped,
     weights_in,
 )
 
@@ -150,6 +154,18 @@ def test_int4_needs_widths_of_whole_groups():
     with pytest.raises(ConfigError, match="widths that 32 divides"):
         weights_in(odd, precision("int4"))
     assert {one.weights.precision.name for one in options(odd, ON_GPU)} == {"fp32", "bf16", "int8"}
+
+
+def test_a_ggufs_matrices_are_kept_only_where_those_that_are_fused_have_one_format_that_we_compute():
+    shape = shape_of(SMALL)
+    kinds = {"attn_q": "Q4_1", "attn_k": "Q4_1", "attn_v": "Q8_0", "ffn_gate": "Q4_1", "ffn_up": "Q4_1", "ffn_down": "Q6_K"}
+    tensors = {
+        f"blk.0.{name}.weight": GgufTensor((256, 512), GGMLQuantizationType[kind], offset=0) for name, kind in kinds.items()
+    }
+    tensors["blk.0.attn_norm.weight"] = GgufTensor((512,), GGMLQuantizationType.F32, offset=0)
+    planned = weights_as_shipped(shape, tensors)
+    assert planned.num_bytes - vector_bytes(shape) == 256 * 512 * (4 * 2 + 2 * 20 / 32)
+    assert planned.remark == ("shipped: 2 x Q4_1 (kept as bf16), 1 x Q8_0 (kept as bf16), 2 x Q4_1, 1 x Q6_K (kept as bf16)")
 
 
 # KV cache and users
