@@ -56,11 +56,7 @@ def _add_plan(plan: argparse.ArgumentParser) -> None:
     add("--max-num-seqs", type=int, default=engine.max_num_seqs, help="as engine.max_num_seqs")
     add("--max-num-batched-tokens", type=int, default=engine.max_num_batched_tokens, help="as the key of engine")
     add("--runtime-gb", type=float, default=0.5, help="GiB that Python, torch and their libraries take")
-    add(
-        "--device",
-        choices=("cpu", "cuda"),
-        help="whose sizes: cpu, our native kernels'; cuda, torch's (with several devices always)",
-    )
+    add("--device", choices=("cpu", "cuda"), help="whose sizes: cpu, our native kernels'; cuda, torch's. Several are cuda")
     add("--json", action="store_true", help="one JSON object instead of tables")
 
 
