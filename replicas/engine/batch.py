@@ -40,18 +40,31 @@ class Batch:
     `fresh_blocks` are blocks that this step begins to fill and leaves partly empty.
     """
 
+    block_size: int
     token_ids: list[int]
-    positions: list[int]
-    slots: list[int]
     spans: list[Span]
     sample_rows: list[int]
     sample_specs: list[SampleSpec]
     sample_chunks: list[int]
     fresh_blocks: list[int]
 
+    @property
+    def positions(self) -> list[int]:
+        return [position for span in self.spans for position in range(span.start, span.context_len)]
+
+    @property
+    def slots(self) -> list[int]:
+        """Where the rows' keys and values go."""
+        size = self.block_size
+        return [
+            span.block_table[position // size] * size + position % size
+            for span in self.spans
+            for position in range(span.start, span.context_len)
+        ]
+
 
 def build_batch(plan: StepPlan, block_size: int) -> Batch:
-    batch = Batch([], [], [], [], [], [], [], [])
+    batch = Batch(block_size, [], [], [], [], [], [])
     for index in sorted(range(len(plan.chunks)), key=lambda index: _row_order(plan.chunks[index])):
         chunk = plan.chunks[index]
         num_rows = len(chunk.token_ids)
@@ -62,9 +75,6 @@ def build_batch(plan: StepPlan, block_size: int) -> Batch:
         span = Span(len(batch.token_ids), num_rows, chunk.start, table)
         batch.spans.append(span)
         batch.token_ids.extend(chunk.token_ids)
-        positions = range(chunk.start, end)
-        batch.positions.extend(positions)
-        batch.slots.extend([table[position // block_size] * block_size + position % block_size for position in positions])
         last_block_start = (end - 1) // block_size * block_size
         if last_block_start >= chunk.start and end % block_size:
             batch.fresh_blocks.append(table[last_block_start // block_size])

@@ -85,6 +85,9 @@ class _Recorder:
         self.tensors[name] = found
         return found
 
+    def quantized(self, name: str, shape: tuple[int, ...]) -> None:
+        return None
+
 
 def _config(shape: ArchitectureConfig, dtype: str, ends: tuple[int, ...]) -> dict[str, Any]:
     """transformers 4 reads `rope_theta` and `torch_dtype`, 5 `rope_parameters` and `dtype`."""

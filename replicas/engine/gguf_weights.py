@@ -1,12 +1,16 @@
-"""A GGUF file's tensors under the names of the transformers library, dequantized."""
+"""A GGUF file's tensors under the names of the transformers library, as numbers or as the file keeps them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
+import numpy as np
 import torch
+from gguf.constants import GGMLQuantizationType
 
 from replicas.engine.models.config import ArchitectureConfig
+from replicas.engine.quantize.formats import GROUP, QuantizedTensor
 from replicas.errors import ConfigError
 from replicas.gguf_file import GgufFile
 
@@ -40,15 +44,56 @@ class GgufCheckpoint:
         self._interleaved_heads = heads if architecture.family.gguf_interleaved else {}
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        gguf_name = self._found(name, shape)
+        tensor = torch.from_numpy(self._file.read(gguf_name))
+        num_heads = self._interleaved_heads.get(gguf_name.split(".")[-2])
+        return tensor if num_heads is None else undo_interleaving(tensor, num_heads)
+
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor | None:
+        gguf_name = self._found(name, shape)
+        unpack = _UNPACKERS.get(self._file.tensors[gguf_name].kind)
+        if unpack is None or len(shape) != 2:
+            return None
+        raw = torch.from_numpy(np.array(self._file.read_raw(gguf_name)))
+        tensor = unpack(raw.view(shape[0], shape[1] // GROUP, -1))
+        num_heads = self._interleaved_heads.get(gguf_name.split(".")[-2])
+        if num_heads is None:
+            return tensor
+        return tensor.take_rows(undo_interleaving(torch.arange(shape[0]), num_heads))
+
+    def _found(self, name: str, shape: tuple[int, ...]) -> str:
         gguf_name = gguf_tensor_name(name)
         if gguf_name not in self._file.tensors:
             raise ConfigError(f"{self._file.path}: there is no tensor {gguf_name}")
         if self._file.tensors[gguf_name].shape != shape:
             found = self._file.tensors[gguf_name].shape
             raise ConfigError(f"{self._file.path}: tensor {gguf_name} has the shape {found}, the metadata say {shape}")
-        tensor = torch.from_numpy(self._file.read(gguf_name))
-        num_heads = self._interleaved_heads.get(gguf_name.split(".")[-2])
-        return tensor if num_heads is None else undo_interleaving(tensor, num_heads)
+        return gguf_name
+
+
+def _q4_1(blocks: torch.Tensor) -> QuantizedTensor:
+    """20 bytes a block: fp16 scale, fp16 minimum, 32 numbers of 4 bits"""
+    halves = blocks[..., :4].contiguous().view(torch.float16)
+    return QuantizedTensor("int4", blocks[..., 4:].flatten(1), halves[..., 0].contiguous(), halves[..., 1].contiguous())
+
+
+def _q4_0(blocks: torch.Tensor) -> QuantizedTensor:
+    """18 bytes: fp16 scale, 32 numbers of 4 bits that count from -8"""
+    scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
+    return QuantizedTensor("int4", blocks[..., 2:].flatten(1), scale, scale * -8)
+
+
+def _q8_0(blocks: torch.Tensor) -> QuantizedTensor:
+    """34 bytes: fp16 scale, 32 numbers of 8 bits"""
+    scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
+    return QuantizedTensor("int8_g32", blocks[..., 2:].flatten(1).view(torch.int8), scale)
+
+
+_UNPACKERS: dict[GGMLQuantizationType, Callable[[torch.Tensor], QuantizedTensor]] = {
+    GGMLQuantizationType.Q4_0: _q4_0,
+    GGMLQuantizationType.Q4_1: _q4_1,
+    GGMLQuantizationType.Q8_0: _q8_0,
+}
 
 
 def gguf_tensor_name(name: str) -> str:

@@ -44,6 +44,9 @@ class SampleOutcome:
     error: str | None
 
 
+_NO_TOKEN = SampleOutcome(None, None, "the model's logits leave no token to sample (not finite, or all forbidden)")
+
+
 @dataclass(frozen=True, slots=True)
 class _Filters:
     """What narrows a row's law before the draw: min_p (0: off), top_k (0: off), top_p (1: off)."""
@@ -85,14 +88,16 @@ class Sampler:
         self._vocab_size = vocab_size
         self._device = device
 
-    def sample(self, logits: Tensor, specs: Sequence[SampleSpec]) -> list[SampleOutcome]:
-        """`logits` is [len(specs), vocab_size] in any float format, and not modified.
+    def sample(self, logits: Tensor, specs: Sequence[SampleSpec], best: Sequence[int] | None = None) -> list[SampleOutcome]:
+        """`logits` is [len(specs), vocab_size] in any float format, and not modified. `best`: StepLogits.
 
         A row whose largest logit is not a finite number gets an error; the others are not touched by it.
         """
         assert logits.shape == (len(specs), self._vocab_size), (tuple(logits.shape), len(specs), self._vocab_size)
         if not specs:
             return []
+        if best is not None and all(_is_plain_greedy(spec) for spec in specs):
+            return [_NO_TOKEN if token < 0 else SampleOutcome(token, None, None) for token in best]
         raw = logits.float()
         edited = self._edit(raw, specs)
         best_logit, best_id = edited.max(dim=-1)  # of equal ones, the first; NaN beats all
@@ -108,10 +113,7 @@ class Sampler:
                 tokens[row] = token
         logprobs = self._logprobs(raw, tokens, specs)
         return [
-            SampleOutcome(None, None, "the model's logits leave no token to sample (not finite, or all forbidden)")
-            if token is None
-            else SampleOutcome(token, logprobs.get(row), None)
-            for row, token in enumerate(tokens)
+            _NO_TOKEN if token is None else SampleOutcome(token, logprobs.get(row), None) for row, token in enumerate(tokens)
         ]
 
     def _edit(self, raw: Tensor, specs: Sequence[SampleSpec]) -> Tensor:
@@ -290,6 +292,10 @@ def _draw_whole(probs: Tensor, uniforms: _Floats) -> list[int]:
     last = _CDF_BLOCK - 1 - np.argmax(block[:, ::-1] > 0.0, axis=1)
     index: list[int] = (chosen * _CDF_BLOCK + np.minimum((inner <= rest[:, None]).sum(axis=1), last)).tolist()
     return index
+
+
+def _is_plain_greedy(spec: SampleSpec) -> bool:
+    return spec.params.temperature < GREEDY_BELOW and spec.params.num_logprobs is None and not _has_edits(spec)
 
 
 def _has_edits(spec: SampleSpec) -> bool:

@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from replicas.engine.gguf_weights import GgufCheckpoint
 from replicas.engine.models.config import ArchitectureConfig
+from replicas.engine.quantize.formats import QuantizedTensor
 from replicas.errors import ConfigError
 from replicas.model_source import ModelFiles, gguf_header
 
@@ -20,6 +21,9 @@ from replicas.model_source import ModelFiles, gguf_header
 class Checkpoint(Protocol):
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The tensor on the CPU, in the number format of the file. Raises ConfigError if missing or of another shape."""
+
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor | None:
+        """The same as the file keeps it; None where that is plain numbers, or a format that isn't one of formats.py's."""
 
 
 class SafetensorsCheckpoint:
@@ -41,6 +45,9 @@ class SafetensorsCheckpoint:
         if tuple(found.shape) != shape:
             raise ConfigError(f"tensor {name} has the shape {tuple(found.shape)}, config.json says {shape}")
         return found
+
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedTensor | None:
+        return None
 
 
 def open_checkpoint(files: ModelFiles, architecture: ArchitectureConfig) -> Checkpoint:

@@ -19,9 +19,15 @@ from replicas.contract import (
 )
 from replicas.engine.attention.paged import PagedAttention
 from replicas.engine.attention.reference import ReferenceAttention
+from replicas.engine.capacity import Capacity
 from replicas.engine.engine import NativeEngine, Runner
 from replicas.engine.models.llama import LlamaModel
+from replicas.engine.native.cache import NativeKVCache
+from replicas.engine.native.library import load
+from replicas.engine.native.model import NativeModel
 from replicas.engine.runner import Runner as ModelRunner
+from replicas.engine.step_model import StepModel
+from replicas.engine.torch_model import TorchModel
 
 ROOT = chain_root(b"of the tests")
 
@@ -67,8 +73,20 @@ def resumed(original: GenerationRequest, token_ids: list[int], num_done: int) ->
     )
 
 
+def step_model(model: LlamaModel | NativeModel, num_blocks: int, attention: str) -> StepModel:
+    """With a cache of its own; a native model loses the one it had."""
+    config = model.architecture
+    if isinstance(model, NativeModel):
+        sizes = {"num_layers": config.num_layers, "num_kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
+        model.use_cache(NativeKVCache(load(), format="fp32", num_blocks=num_blocks, **sizes))
+        return model
+    cache = make_cache(config, num_blocks, dtype=model.dtype)
+    backend = PagedAttention(cache, config.num_heads) if attention == "auto" else ReferenceAttention(cache)
+    return TorchModel(model, cache, backend)
+
+
 def make_engine(
-    model: LlamaModel,
+    model: LlamaModel | NativeModel,
     *,
     num_blocks: int = 512,
     max_model_len: int = 256,
@@ -77,13 +95,9 @@ def make_engine(
 ) -> NativeEngine:
     """An engine with a cache of its own; `options` are EngineConfig's."""
     config = AppConfig(engine=EngineConfig(**options))
-    cache = make_cache(model.architecture, num_blocks, dtype=model.dtype)
-    paged = config.engine.attention == "auto"
     runner = ModelRunner(
-        model,
-        cache,
-        PagedAttention(cache, model.architecture.num_heads) if paged else ReferenceAttention(cache),
-        max_model_len=min(max_model_len, num_blocks * BLOCK_SIZE),
+        step_model(model, num_blocks, config.engine.attention),
+        Capacity(num_blocks, min(max_model_len, num_blocks * BLOCK_SIZE)),
         eos_token_ids=(2,),
         model_name="tested",
         model_revision="",

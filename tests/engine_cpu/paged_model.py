@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 
 from configs.schema import ModelConfig
@@ -13,6 +14,9 @@ from replicas.engine.attention.kv_cache import KVCache
 from replicas.engine.attention.paged import PagedAttention
 from replicas.engine.batch import build_batch
 from replicas.engine.models.llama import LlamaModel
+from replicas.engine.models.model_weights import ModelWeights
+from replicas.engine.native.library import load
+from replicas.engine.native.model import NativeModel
 from replicas.engine.step import SampleSpec, SequenceChunk, StepPlan
 from replicas.engine.weights import open_checkpoint
 from replicas.model_source import architecture, resolve
@@ -33,11 +37,29 @@ def make_cache(config, num_blocks, device=CPU, dtype=torch.float32):
     )
 
 
-def load_model(source: str | Path, device=CPU, dtype=torch.float32) -> LlamaModel:
+def load_model(source: str | Path, device=CPU, dtype=torch.float32, quantization: str = "none") -> LlamaModel:
     model = ModelConfig(source=str(source))
     config = architecture(model)
     checkpoint = open_checkpoint(resolve(model), config)
-    return LlamaModel(config, checkpoint, max_positions=config.max_context_len, device=device, dtype=dtype)
+    return LlamaModel(
+        config,
+        checkpoint,
+        max_positions=config.max_context_len,
+        device=device,
+        dtype=dtype,
+        quantization=quantization,
+    )
+
+
+def load_native(source: str | Path, dtype: str = "fp32", quantization: str = "none", num_threads: int = 2) -> NativeModel:
+    """Skips the test where the kernels can't run: that they are built where they could be is tested elsewhere."""
+    library = load()
+    if library is None or not library.supports(dtype):
+        pytest.skip("this CPU lacks the instructions")
+    model = ModelConfig(source=str(source))
+    config = architecture(model)
+    weights = ModelWeights(config, open_checkpoint(resolve(model), config), quantization)
+    return NativeModel(library, config, weights, max_positions=config.max_context_len, dtype=dtype, num_threads=num_threads)
 
 
 def chunk(request_id, token_ids, start, block_table, sample=GREEDY):

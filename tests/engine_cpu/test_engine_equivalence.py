@@ -21,7 +21,7 @@ from engine_rig import (
     serve_alone,
     tokens,
 )
-from paged_model import load_model
+from paged_model import load_model, load_native
 
 from configs.schema import ModelConfig
 from replicas.blocks import BLOCK_SIZE, chain_root
@@ -70,15 +70,23 @@ def directory(tmp_path_factory):
     return path
 
 
-@pytest.fixture(scope="module")
-def model(directory):
-    return load_model(directory)
+LOADERS = {"torch": load_model, "native": load_native}
+
+
+@pytest.fixture(scope="module", params=LOADERS)
+def load(request):
+    return LOADERS[request.param]
 
 
 @pytest.fixture(scope="module")
-def plain(model):
+def model(directory, load):
+    return load(directory)
+
+
+@pytest.fixture(scope="module")
+def plain(directory):
     """The workload's answers, the plain way."""
-    answers = serve_alone(make_engine(model, **PLAIN), *WORKLOAD)
+    answers = serve_alone(make_engine(load_model(directory), **PLAIN), *WORKLOAD)
     assert {answer.finish_reason for answer in answers.values()} == {FinishReason.LENGTH, FinishReason.STOP}
     return answers
 
@@ -194,10 +202,11 @@ def test_an_abort_frees_the_blocks_within_a_step_and_changes_nobody_elses_answer
 
 
 @pytest.mark.parametrize("attention", ["auto", "reference"])
-def test_a_request_whose_logits_are_not_finite_ends_alone(directory, plain, attention):
+def test_a_request_whose_logits_are_not_finite_ends_alone(tmp_path, load, plain, attention):
     poison = 2
-    model = load_model(directory)
-    model._embedding[poison] = float("nan")
+    tiny_models.make("llama", tmp_path)
+    tiny_models.poison(tmp_path, poison)
+    model = load(tmp_path)
     assert all(poison not in one.prompt_token_ids for one in WORKLOAD)
     engine = make_engine(model, attention=attention, num_blocks=64)
     bad = [request(f"bad{i}", [poison] * (5 + 20 * i), 10) for i in range(3)]

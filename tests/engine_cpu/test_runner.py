@@ -30,7 +30,9 @@ def directory(tmp_path_factory):
 
 
 def make_runner(directory, attention="auto", **model):
-    engine = EngineConfig(kv_cache_bytes=KV_BYTES, attention=attention, num_threads=1, device="cpu")
+    """`attention` "torch" is torch's fast path, where "auto" would be the native kernels."""
+    kernels, attention = ("torch", "auto") if attention == "torch" else ("auto", attention)
+    engine = EngineConfig(kv_cache_bytes=KV_BYTES, attention=attention, kernels=kernels, num_threads=1, device="cpu")
     config = ModelConfig(source=str(directory), served_name="tiny", dtype="fp32", **model)
     return load_runner(config, engine, num_cpus=1, replicas_on_node=1)
 
@@ -48,7 +50,7 @@ def alone(directory, prompt, num_tokens):
     return PagedModel(load_model(directory), len(prompt) + num_tokens).greedy(prompt, num_tokens)
 
 
-@pytest.mark.parametrize("attention", ["auto", "reference"])
+@pytest.mark.parametrize("attention", ["auto", "torch", "reference"])
 def test_prompt_chunks_and_decode_tokens_share_a_step_without_touching_each_other(directory, attention):
     runner = make_runner(directory, attention)
     expected = {name: alone(directory, prompt, 4) for name, prompt in PROMPTS.items()}
@@ -104,11 +106,12 @@ def test_an_empty_plan_and_a_plan_that_samples_nothing_are_steps_too(runner):
     assert (result.token_id, result.error) == (None, None)
 
 
-@pytest.mark.parametrize("attention", ["auto", "reference"])
-def test_non_finite_numbers_end_their_sequence_alone_and_poison_no_block(directory, attention):
-    runner = make_runner(directory, attention)
+@pytest.mark.parametrize("attention", ["auto", "torch", "reference"])
+def test_non_finite_numbers_end_their_sequence_alone_and_poison_no_block(directory, tmp_path, attention):
     bad_token = 4  # not in the prompts
-    runner._model._embedding[bad_token] = torch.nan
+    tiny_models.make("llama", tmp_path)
+    tiny_models.poison(tmp_path, bad_token)
+    runner = make_runner(tmp_path, attention)
     expected = alone(directory, PROMPTS["b"], 3)
     good = [run(runner, chunk("good", PROMPTS["b"], 0, [0, 1]))[0].token_id]
     for step in range(2):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 VOCAB_SIZE = 160
 _SIZES = {
@@ -54,3 +55,11 @@ def make(name: str, directory: Path, **changes: object) -> transformers.PreTrain
                 parameter.normal_(mean=1.0 if "norm" in parameter_name else 0.0, std=0.3)
     model.save_pretrained(directory)
     return model
+
+
+def poison(directory: Path, token_id: int) -> None:
+    """Make the token's embedding, in the model that `make` saved there, no number at all."""
+    [path] = directory.glob("*.safetensors")
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][token_id] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from replicas.engine.models.config import RopeConfig
+from replicas.engine.quantize.formats import QuantizedTensor
 
 Linear = Callable[[Tensor], Tensor]
 """[rows, in] -> [rows, out]"""
@@ -32,6 +33,15 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch._C._has_mkldnn:
         return packed_linear(weight, bias)
     return plain_linear(weight, bias)
+
+
+def quantized_linear(weight: QuantizedTensor, bias: Tensor | None = None) -> Linear:
+    """The plain twin of quantized products: the weight becomes numbers again in each call. Slow, and right on any device."""
+
+    def apply(x: Tensor) -> Tensor:
+        return functional.linear(x, weight.dequantize().to(x.device, x.dtype), bias)
+
+    return apply
 
 
 def plain_linear(weight: Tensor, bias: Tensor | None) -> Linear:
@@ -70,6 +80,16 @@ class RmsNorm:
         return exact.mul_(scale).to(x.dtype).mul_(self._weight)
 
 
+def rotary_angles(rope: RopeConfig, head_dim: int, max_positions: int) -> tuple[Tensor, Tensor]:
+    """(cos, sin) of all positions below `max_positions`, fp32 [max_positions, head_dim / 2] on the CPU."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / (rope.theta**exponents)
+    if rope.divisors is not None:
+        frequencies = frequencies / torch.tensor(rope.divisors)
+    angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
+    return angles.cos(), angles.sin()
+
+
 class RotaryTable:
     """cos and sin of all positions below `max_positions`, each row as wide as a head: [max_positions, head_dim].
 
@@ -80,12 +100,7 @@ class RotaryTable:
     def __init__(
         self, rope: RopeConfig, head_dim: int, max_positions: int, *, device: torch.device, dtype: torch.dtype
     ) -> None:
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-        frequencies = 1.0 / (rope.theta**exponents)
-        if rope.divisors is not None:
-            frequencies = frequencies / torch.tensor(rope.divisors)
-        angles = torch.outer(torch.arange(max_positions, dtype=torch.float32), frequencies)
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = rotary_angles(rope, head_dim, max_positions)
         self._cos = torch.cat((cos, cos), dim=-1).to(device, dtype)
         self._signed_sin = torch.cat((-sin, sin), dim=-1).to(device, dtype)
 

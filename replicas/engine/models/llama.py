@@ -16,7 +16,8 @@ from torch.nn import functional
 
 from replicas.engine.attention.kv_cache import KVCache, StepAttention
 from replicas.engine.models.config import ArchitectureConfig
-from replicas.engine.models.layers import Linear, RmsNorm, RotaryTable, linear, rotate_
+from replicas.engine.models.layers import Linear, RmsNorm, RotaryTable, linear, quantized_linear, rotate_
+from replicas.engine.models.model_weights import LayerWeights, Matrix, ModelWeights
 from replicas.engine.weights import Checkpoint
 
 
@@ -39,7 +40,8 @@ class _Layer:
 class LlamaModel:
     """Loads every weight in the constructor. Raises ConfigError if the checkpoint doesn't fit the architecture.
 
-    `max_positions` bounds the positions that `forward` may get.
+    `quantization` is one of model_weights.py's; quantized matrices are computed by their plain twin. `max_positions` bounds
+    the positions that `forward` may get.
     """
 
     def __init__(
@@ -50,18 +52,20 @@ class LlamaModel:
         max_positions: int,
         device: torch.device,
         dtype: torch.dtype,
+        quantization: str = "none",
     ) -> None:
         self.architecture = architecture
         self.device = device
         self.dtype = dtype
-        loader = _Loader(architecture, checkpoint, device, dtype)
-        hidden = architecture.hidden_size
-        vocabulary = (architecture.vocab_size, hidden)
-        self._embedding = loader.tensor("model.embed_tokens.weight", vocabulary)
-        self._layers = [loader.layer(index) for index in range(architecture.num_layers)]
-        self._norm = loader.norm("model.norm.weight")
-        tied = architecture.tied_embeddings
-        self._head = linear(self._embedding if tied else loader.tensor("lm_head.weight", vocabulary))
+        weights = ModelWeights(architecture, checkpoint, quantization)
+        embedding, head = weights.embedding(), weights.head()
+        self._embedding = _numbers(embedding).to(device, dtype)
+        self._layers = [self._layer(weights.layer(index)) for index in range(architecture.num_layers)]
+        self._norm = self._rms_norm(weights.norm())
+        if head is None and isinstance(embedding, Tensor):
+            self._head = linear(self._embedding)
+        else:
+            self._head = self._linear(embedding if head is None else head)
         self._rotary = RotaryTable(architecture.rope, architecture.head_dim, max_positions, device=device, dtype=dtype)
 
     def forward(self, token_ids: Tensor, positions: Tensor, slots: Tensor, cache: KVCache, attention: StepAttention) -> Tensor:
@@ -88,55 +92,30 @@ class LlamaModel:
             hidden = layer.down(functional.silu(gate).mul_(up)).add_(hidden)
         return hidden
 
+    def _layer(self, weights: LayerWeights) -> _Layer:
+        return _Layer(
+            attention_norm=self._rms_norm(weights.attention_norm),
+            qkv=self._linear(weights.qkv, weights.qkv_bias),
+            qk_norm=None if weights.qk_norm is None else self._rms_norm(weights.qk_norm),
+            output=self._linear(weights.output),
+            mlp_norm=self._rms_norm(weights.mlp_norm),
+            gate_up=self._linear(weights.gate_up),
+            down=self._linear(weights.down),
+        )
+
+    def _rms_norm(self, weight: Tensor) -> RmsNorm:
+        return RmsNorm(weight.to(self.device, self.dtype), self.architecture.rms_norm_eps)
+
+    def _linear(self, matrix: Matrix, bias: Tensor | None = None) -> Linear:
+        bias = None if bias is None else bias.to(self.device, self.dtype)
+        if isinstance(matrix, Tensor):
+            return linear(matrix.to(self.device, self.dtype), bias)
+        return quantized_linear(matrix, bias)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """[rows, hidden_size] -> [rows, vocab_size]; give it only the rows that are sampled, the head is the largest matrix."""
         return self._head(self._norm(hidden))
 
 
-class _Loader:
-    """Reads a checkpoint's tensors into a model's device and format, fusing those that share an input."""
-
-    def __init__(
-        self, architecture: ArchitectureConfig, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype
-    ) -> None:
-        self._architecture = architecture
-        self._checkpoint = checkpoint
-        self._device = device
-        self._dtype = dtype
-
-    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        return self._checkpoint.tensor(name, shape).to(self._device, self._dtype)
-
-    def norm(self, name: str) -> RmsNorm:
-        return RmsNorm(self.tensor(name, (self._architecture.hidden_size,)), self._architecture.rms_norm_eps)
-
-    def layer(self, index: int) -> _Layer:
-        config = self._architecture
-        hidden, mlp = config.hidden_size, config.intermediate_size
-        q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        prefix = f"model.layers.{index}"
-        attention = f"{prefix}.self_attn"
-        qkv = {f"{attention}.q_proj": q_size, f"{attention}.k_proj": kv_size, f"{attention}.v_proj": kv_size}
-        gate_up = {f"{prefix}.mlp.gate_proj": mlp, f"{prefix}.mlp.up_proj": mlp}
-        return _Layer(
-            attention_norm=self.norm(f"{prefix}.input_layernorm.weight"),
-            qkv=self._fused(qkv, hidden, with_bias=config.family.qkv_bias),
-            qk_norm=self._qk_norm(attention) if config.family.qk_norm else None,
-            output=self._fused({f"{attention}.o_proj": hidden}, q_size),
-            mlp_norm=self.norm(f"{prefix}.post_attention_layernorm.weight"),
-            gate_up=self._fused(gate_up, hidden),
-            down=self._fused({f"{prefix}.mlp.down_proj": hidden}, mlp),
-        )
-
-    def _fused(self, parts: dict[str, int], input_size: int, *, with_bias: bool = False) -> Linear:
-        """One linear map whose output is those of `parts` (name -> output size) side by side."""
-        weight = torch.cat([self.tensor(f"{name}.weight", (size, input_size)) for name, size in parts.items()])
-        bias = torch.cat([self.tensor(f"{name}.bias", (size,)) for name, size in parts.items()]) if with_bias else None
-        return linear(weight, bias)
-
-    def _qk_norm(self, attention: str) -> RmsNorm:
-        config = self._architecture
-        query = self.tensor(f"{attention}.q_norm.weight", (config.head_dim,))
-        key = self.tensor(f"{attention}.k_norm.weight", (config.head_dim,))
-        weight = torch.cat((query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)))
-        return RmsNorm(weight, config.rms_norm_eps)
+def _numbers(matrix: Matrix) -> Tensor:
+    return matrix if isinstance(matrix, Tensor) else matrix.dequantize()

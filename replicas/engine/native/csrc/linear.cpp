@@ -1,0 +1,281 @@
+#include "simd.h"
+
+#include "linear.h"
+
+#include <cmath>
+#include <limits>
+
+#if TS_X86
+namespace ts {
+namespace {
+
+constexpr size_t kInt8Step = 8 * 64, kHalves = 32;
+
+size_t panel_step_bytes(Format format) {
+  switch (format) {
+    case Format::kFp32:
+    case Format::kBf16: return 64;
+    case Format::kInt8: return kInt8Step;
+    case Format::kInt8G32: return kInt8Step + kHalves;
+    case Format::kInt4: return 4 * 64 + 2 * kHalves;
+  }
+  return 0;
+}
+
+int step_columns(Format format) { return format == Format::kFp32 ? 1 : format == Format::kBf16 ? 2 : kGroup; }
+
+size_t input_bytes(Format format, int columns) {
+  return static_cast<size_t>(columns) * (format == Format::kFp32 ? 4 : format == Format::kBf16 ? 2 : 1);
+}
+
+bool is_integer(Format format) { return step_columns(format) == kGroup; }
+
+// R rows by P neighbouring panels of a strip, all of K in order. The two floating-point formats differ in one instruction.
+template <bool kNarrow, int R, int P>
+void multiply_floats(const uint8_t* panel, const uint8_t* input, size_t row_bytes, int steps, float* tile) {
+  __m512 sum[R][P];
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < P; ++p) sum[r][p] = _mm512_setzero_ps();
+  for (int step = 0; step < steps; ++step, panel += 4 * 64) {
+    __m512i weight[P];
+    for (int p = 0; p < P; ++p) weight[p] = _mm512_loadu_si512(panel + p * 64);
+    if (R <= 2) _mm_prefetch(reinterpret_cast<const char*>(panel) + 4096, _MM_HINT_T0);
+    for (int r = 0; r < R; ++r) {
+      const __m512i x = spread(input + r * row_bytes + step * 4);
+      for (int p = 0; p < P; ++p)
+        sum[r][p] = kNarrow ? _mm512_dpbf16_ps(sum[r][p], (__m512bh)weight[p], (__m512bh)x)
+                            : _mm512_fmadd_ps(_mm512_castsi512_ps(weight[p]), _mm512_castsi512_ps(x), sum[r][p]);
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < P; ++p) store(tile + r * kStrip + p * kPanel, sum[r][p]);
+}
+
+// The same for the integer formats: exact dot products of a group of 32, then fp32.
+template <Format F, int R, int P>
+void multiply_integers(const uint8_t* panel, int columns, const Inputs& inputs, int first_row, float* tile) {
+  constexpr size_t kStep = F == Format::kInt4 ? 4 * 64 + 2 * kHalves : F == Format::kInt8 ? kInt8Step : kInt8Step + kHalves;
+  const size_t groups = columns / kGroup, row_bytes = columns;
+  const uint8_t* input = inputs.numbers.data() + first_row * row_bytes;
+  const float* scale = inputs.scale.data() + first_row * groups;
+  const int32_t* offset = inputs.sum.data() + first_row * groups;
+  const float* weighed = inputs.weighed.data() + first_row * groups;
+  const __m512i low = _mm512_set1_epi8(0x0f);
+  __m512 sum[R][P];
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < P; ++p) sum[r][p] = _mm512_setzero_ps();
+  for (size_t group = 0; group < groups; ++group, panel += 4 * kStep, input += kGroup) {
+    if (R <= 2)
+      for (size_t line = 0; line < P * kStep; line += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(panel) + 4096 + line, _MM_HINT_T0);
+    for (int p = 0; p < P; ++p) {
+      const uint8_t* weights = panel + p * kStep;
+      __m512i dot[R];
+      for (int r = 0; r < R; ++r)
+        dot[r] = F == Format::kInt4 ? _mm512_setzero_si512() : _mm512_set1_epi32(offset[r * groups + group]);
+      if constexpr (F == Format::kInt4) {
+        for (int j = 0; j < 4; ++j) {
+          const __m512i both = _mm512_loadu_si512(weights + j * 64);
+          const __m512i first = _mm512_and_si512(both, low), second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
+          for (int r = 0; r < R; ++r) dot[r] = _mm512_dpbusd_epi32(dot[r], first, spread(input + r * row_bytes + j * 4));
+          for (int r = 0; r < R; ++r) dot[r] = _mm512_dpbusd_epi32(dot[r], second, spread(input + r * row_bytes + 16 + j * 4));
+        }
+      } else {
+        for (int j = 0; j < 8; ++j) {
+          const __m512i weight = _mm512_loadu_si512(weights + j * 64);
+          for (int r = 0; r < R; ++r) dot[r] = _mm512_dpbusd_epi32(dot[r], weight, spread(input + r * row_bytes + j * 4));
+        }
+      }
+      for (int r = 0; r < R; ++r) {
+        const __m512 x_scale = _mm512_set1_ps(scale[r * groups + group]);
+        const __m512 exact = _mm512_cvtepi32_ps(dot[r]);
+        if constexpr (F == Format::kInt8) {
+          sum[r][p] = _mm512_fmadd_ps(exact, x_scale, sum[r][p]);
+        } else {
+          sum[r][p] = _mm512_fmadd_ps(_mm512_mul_ps(exact, x_scale), half(weights + kStep - (F == Format::kInt4 ? 64 : 32)), sum[r][p]);
+          if constexpr (F == Format::kInt4)
+            sum[r][p] = _mm512_fmadd_ps(half(weights + kStep - 32), _mm512_set1_ps(weighed[r * groups + group]), sum[r][p]);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < R; ++r)
+    for (int p = 0; p < P; ++p) store(tile + r * kStrip + p * kPanel, sum[r][p]);
+}
+
+template <bool kNarrow, int R>
+void strip_of_floats(const Linear& linear, const uint8_t* strip, const Inputs& inputs, int first_row, float* tile) {
+  const size_t row_bytes = input_bytes(linear.format, linear.columns);
+  const uint8_t* input = inputs.numbers.data() + first_row * row_bytes;
+  const int steps = linear.columns / (kNarrow ? 2 : 1);
+  multiply_floats<kNarrow, R, 4>(strip, input, row_bytes, steps, tile);
+}
+
+template <Format F, int R>
+void strip_of_integers(const Linear& linear, const uint8_t* strip, const Inputs& inputs, int first_row, float* tile) {
+  constexpr size_t kStep = F == Format::kInt4 ? 4 * 64 + 2 * kHalves : F == Format::kInt8 ? kInt8Step : kInt8Step + kHalves;
+  constexpr int kPanels = R == 1 ? 4 : R == 2 ? 2 : 1;  // one row needs four panels for enough sums under way
+  for (int p = 0; p < 4; p += kPanels)
+    multiply_integers<F, R, kPanels>(strip + p * kStep, linear.columns, inputs, first_row, tile + p * kPanel);
+}
+
+using Kernel = void (*)(const Linear&, const uint8_t*, const Inputs&, int, float*);
+
+constexpr int kFloatRows = 6, kIntegerRows = 8;
+const Kernel kFp32Kernels[] = {strip_of_floats<false, 1>, strip_of_floats<false, 2>, strip_of_floats<false, 3>,
+                               strip_of_floats<false, 4>, strip_of_floats<false, 5>, strip_of_floats<false, 6>};
+const Kernel kBf16Kernels[] = {strip_of_floats<true, 1>, strip_of_floats<true, 2>, strip_of_floats<true, 3>,
+                               strip_of_floats<true, 4>, strip_of_floats<true, 5>, strip_of_floats<true, 6>};
+#define TS_INTEGER_KERNELS(F)                                                                            \
+  {strip_of_integers<F, 1>, strip_of_integers<F, 2>, strip_of_integers<F, 3>, strip_of_integers<F, 4>, \
+   strip_of_integers<F, 5>, strip_of_integers<F, 6>, strip_of_integers<F, 7>, strip_of_integers<F, 8>}
+const Kernel kInt8Kernels[] = TS_INTEGER_KERNELS(Format::kInt8);
+const Kernel kInt8G32Kernels[] = TS_INTEGER_KERNELS(Format::kInt8G32);
+const Kernel kInt4Kernels[] = TS_INTEGER_KERNELS(Format::kInt4);
+const Kernel* const kKernels[] = {kFp32Kernels, kBf16Kernels, kInt8Kernels, kInt8G32Kernels, kInt4Kernels};
+
+}  // namespace
+
+size_t Linear::strip_bytes() const { return 4 * panel_step_bytes(format) * (columns / step_columns(format)); }
+
+int rows_at_once(Format format) { return is_integer(format) ? kIntegerRows : kFloatRows; }
+
+void Inputs::reserve(int num_rows, int columns) {
+  const size_t room = static_cast<size_t>(num_rows) * columns, num_groups = room / kGroup;
+  if (numbers.size() >= room * sizeof(float)) return;
+  numbers.resize(room * sizeof(float));
+  scale.resize(num_groups);
+  sum.resize(num_groups);
+  weighed.resize(num_groups);
+}
+
+void Inputs::set(Format format, int row, const float* from, int columns) {
+  const size_t row_bytes = input_bytes(format, columns);
+  const int groups = columns / kGroup;
+  uint8_t* to = numbers.data() + row * row_bytes;
+  if (format == Format::kFp32) {
+    std::memcpy(to, from, row_bytes);
+    return;
+  }
+  if (format == Format::kBf16) {
+    for (int k = 0; k < columns; k += kLanes) {
+      const __mmask16 mask = first(columns - k);
+      const __m256i narrow = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, from + k));
+      _mm256_mask_storeu_epi16(to + 2 * k, mask, narrow);
+    }
+    return;
+  }
+  __m512 zero_if_finite = _mm512_setzero_ps();
+  for (int group = 0; group < groups; ++group) {
+    const __m512 a = load(from + group * kGroup), b = load(from + group * kGroup + kLanes);
+    zero_if_finite = _mm512_fmadd_ps(a, _mm512_setzero_ps(), _mm512_fmadd_ps(b, _mm512_setzero_ps(), zero_if_finite));
+    const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
+    const __m512 inverse = _mm512_set1_ps(largest > 0.0f ? 127.0f / largest : 0.0f);
+    const __m512i qa = _mm512_cvtps_epi32(_mm512_mul_ps(a, inverse)), qb = _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + group * kGroup), _mm512_cvtsepi32_epi8(qa));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + group * kGroup + 16), _mm512_cvtsepi32_epi8(qb));
+    const int total = _mm512_reduce_add_epi32(_mm512_add_epi32(qa, qb));
+    const size_t index = static_cast<size_t>(row) * groups + group;
+    scale[index] = largest / 127.0f;
+    sum[index] = -128 * total;
+    weighed[index] = scale[index] * total;
+  }
+  if (std::isnan(_mm512_reduce_add_ps(zero_if_finite))) {
+    scale[static_cast<size_t>(row) * groups] = std::numeric_limits<float>::quiet_NaN();
+  }
+}
+
+void multiply(const Linear& linear, int strip, const Inputs& inputs, int first_row, int num_rows, float* tile) {
+  const uint8_t* data = linear.data + strip * linear.strip_bytes();
+  const Kernel* kernels = kKernels[static_cast<int>(linear.format)];
+  const int most = rows_at_once(linear.format), parts = (num_rows + most - 1) / most;
+  for (int part = 0, row = 0; part < parts; ++part) {
+    const int count = num_rows / parts + (part < num_rows % parts);
+    kernels[count - 1](linear, data, inputs, first_row + row, tile + row * kStrip);
+    row += count;
+  }
+  if (linear.scale == nullptr && linear.bias == nullptr) return;
+  for (int row = 0; row < num_rows; ++row)
+    for (int p = 0; p < kStrip; p += kPanel) {
+      __m512 value = load(tile + row * kStrip + p);
+      if (linear.scale != nullptr) value = _mm512_mul_ps(value, load(linear.scale + strip * kStrip + p));
+      if (linear.bias != nullptr) value = _mm512_add_ps(value, load(linear.bias + strip * kStrip + p));
+      store(tile + row * kStrip + p, value);
+    }
+}
+
+void pack(const Linear& linear, const void* numbers, const uint16_t* scale, const uint16_t* minimum, int first_strip,
+          int end_strip) {
+  const auto* bytes = static_cast<const uint8_t*>(numbers);
+  const size_t panel_bytes = panel_step_bytes(linear.format), groups = linear.columns / kGroup;
+  const int steps = linear.columns / step_columns(linear.format);
+  const size_t item = linear.format == Format::kFp32 ? 4 : linear.format == Format::kBf16 ? 2 : 1;
+  const size_t row_bytes = linear.format == Format::kInt4 ? linear.columns / 2 : linear.columns * item;
+  for (int output = first_strip * kStrip; output < end_strip * kStrip; ++output) {
+    const int lane = output % kPanel, panel = output % kStrip / kPanel;
+    uint8_t* to = linear.data + output / kStrip * linear.strip_bytes() + panel * panel_bytes;
+    const bool real = output < linear.rows;  // else padding: zeros, with a scale of 0
+    const uint8_t* from = bytes + static_cast<size_t>(real ? output : 0) * row_bytes;
+    for (int step = 0; step < steps; ++step, to += 4 * panel_bytes) {
+      if (!is_integer(linear.format)) {
+        if (real) std::memcpy(to + lane * 4, from + step * 4, 4);
+        else std::memset(to + lane * 4, 0, 4);
+        continue;
+      }
+      if (linear.format == Format::kInt4) {
+        // Byte i of the file's 16 has k = i and k = i + 16, which is what a lane's 4 bytes of j = i / 4 shall have.
+        for (int j = 0; j < 4; ++j) {
+          uint32_t four = 0;
+          if (real) std::memcpy(&four, from + step * 16 + j * 4, 4);
+          std::memcpy(to + j * 64 + lane * 4, &four, 4);
+        }
+      } else {
+        for (int j = 0; j < 8; ++j) {
+          uint32_t four = 0;
+          if (real) std::memcpy(&four, from + step * kGroup + j * 4, 4);
+          four ^= 0x80808080u;  // int8 + 128 as uint8
+          std::memcpy(to + j * 64 + lane * 4, &four, 4);
+        }
+      }
+      const size_t index = static_cast<size_t>(real ? output : 0) * groups + step;
+      const uint16_t none = 0;
+      if (scale != nullptr)
+        std::memcpy(to + panel_bytes - (linear.format == Format::kInt4 ? 64 : 32) + lane * 2, real ? scale + index : &none, 2);
+      if (minimum != nullptr) std::memcpy(to + panel_bytes - 32 + lane * 2, real ? minimum + index : &none, 2);
+    }
+  }
+}
+
+void unpack_row(const Linear& linear, int row, float* numbers) {
+  const size_t panel_bytes = panel_step_bytes(linear.format);
+  const int steps = linear.columns / step_columns(linear.format), lane = row % kPanel;
+  const uint8_t* from = linear.data + row / kStrip * linear.strip_bytes() + row % kStrip / kPanel * panel_bytes;
+  const auto halved = [](const uint8_t* p) {
+    uint16_t bits;
+    std::memcpy(&bits, p, 2);
+    return _cvtsh_ss(bits);
+  };
+  for (int step = 0; step < steps; ++step, from += 4 * panel_bytes) {
+    if (linear.format == Format::kFp32) {
+      std::memcpy(numbers + step, from + lane * 4, 4);
+    } else if (linear.format == Format::kBf16) {
+      uint32_t both;
+      std::memcpy(&both, from + lane * 4, 4);
+      const uint32_t two[2] = {both << 16, both & 0xffff0000u};
+      std::memcpy(numbers + step * 2, two, 8);
+    } else if (linear.format == Format::kInt4) {
+      const float scale = halved(from + panel_bytes - 64 + lane * 2), minimum = halved(from + panel_bytes - 32 + lane * 2);
+      for (int k = 0; k < 16; ++k) {
+        const uint8_t both = from[k / 4 * 64 + lane * 4 + k % 4];
+        numbers[step * kGroup + k] = scale * (both & 15) + minimum;
+        numbers[step * kGroup + 16 + k] = scale * (both >> 4) + minimum;
+      }
+    } else {
+      const float scale = linear.format == Format::kInt8 ? linear.scale[row] : halved(from + panel_bytes - 32 + lane * 2);
+      for (int k = 0; k < kGroup; ++k) numbers[step * kGroup + k] = scale * (from[k / 4 * 64 + lane * 4 + k % 4] - 128);
+    }
+  }
+}
+
+}  // namespace ts
+#endif

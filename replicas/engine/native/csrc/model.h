@@ -1,0 +1,94 @@
+// A decoder's step as one call: all layers, on all threads of the model, without a return to Python.
+//
+//   embed | norm, qkv | rotate, write keys and values | attend | output | norm, gate and up | down | ... | norm, head | best
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "attention.h"
+#include "linear.h"
+#include "pool.h"
+
+namespace ts {
+
+struct Shape {
+  int32_t vocab, hidden, layers, heads, kv_heads, dim, mlp, threads;
+  float eps;
+};
+
+// A step's rows as replicas/engine/batch.py lays them out. All pointers are the caller's and valid during the call.
+struct Batch {
+  int32_t num_rows, num_spans, num_samples;
+  const int32_t* token_ids;    // [num_rows]
+  const int32_t* spans;        // [num_spans, 4]: first row, number of rows, position of the first, where its table begins
+  const int32_t* tables;       // the spans' block tables, one after the other
+  const int32_t* sample_rows;  // [num_samples]
+  float* logits;               // [num_samples, vocab]
+  int64_t* best;               // [num_samples]: the first of the largest logits, -1 where that is not a finite number
+};
+
+struct Layer {
+  const float *attention_norm = nullptr, *mlp_norm = nullptr;
+  const float* qk_norm = nullptr;  // [heads + kv_heads, dim], where the family has it
+  Linear qkv, output, gate_up, down;  // gate_up: 16 rows of gate, 16 of up, 16 of gate, ...
+};
+
+enum Phase { kEmbed, kQkv, kRotate, kAttend, kOutput, kGateUp, kDown, kHead, kBest, kPhases };
+
+class Model {
+ public:
+  Model(const Shape& shape, const float* cos, const float* sin);
+  ~Model();
+  void forward(const Batch& batch);
+
+  const Shape shape;
+  std::vector<Layer> layers;
+  Linear embedding, head;
+  const float* norm = nullptr;
+  KvCache cache;
+  Pool pool;
+  double phase_s[kPhases] = {};  // thread 0's time in each, waiting included, since the model was made
+
+ private:
+  struct Thread;  // what each thread has for itself
+  struct Item {  // query rows of one span that attend together
+    int32_t span, first_row, num_rows;
+  };
+  struct Unit {  // rows whose keys and values go to one block
+    int32_t span, first_row, num_rows;
+  };
+
+  void lay_out(const Batch& batch);
+  void run(const Batch& batch, int thread);
+  void attention(const Batch& batch, int layer, Thread& own);
+  void rotate(const Batch& batch, int layer, const Unit& unit, int kv_head);
+  void attend(const Batch& batch, int layer, const Item& item, int kv_head, Thread& own);
+  void attend_split(const Batch& batch, int layer, int task, Thread& own);
+  Queries queries_of(const Batch& batch, const Item& item, int kv_head) const;
+  void finish(const Batch& batch, const Item& item, int kv_head, const Partial& partial);
+  const Inputs& prepare(Format format, const float* from, int columns, const float* norm, const int32_t* rows, int num_rows,
+                        Thread& own);
+  template <class Store>
+  void product(const Linear& linear, const Inputs& inputs, int num_rows, Thread& own, Store store);
+  void sync(Thread& own, Phase phase);
+  int num_parts(const Batch& batch, const Item& item) const;
+
+  const float *cos_, *sin_;
+  int qkv_width_, mlp_width_, group_;
+  std::vector<float> hidden_, qkv_, attended_, mlp_;
+  Inputs inputs_;
+  std::vector<Item> items_;
+  std::vector<Unit> units_;
+  std::vector<int32_t> part_tasks_;  // [tasks, 3]: item, kv_head, part; used where contexts are split among threads
+  std::vector<Partial> partials_;    // one a split task
+  std::unique_ptr<std::atomic<int>[]> parts_left_;
+  size_t num_parts_left_ = 0;
+  bool decode_only_ = false, split_ = false;
+  std::vector<Tasks> tasks_;
+  std::vector<std::unique_ptr<Thread>> threads_;
+};
+
+}  // namespace ts
