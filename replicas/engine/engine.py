@@ -1,7 +1,8 @@
 """The native engine: a thread that asks the scheduler what to compute, has the runner compute it, and hands out the results.
 
     submit, abort, clear_cache         any thread; checked here, then queued as calls
-        -> inbox -> scheduler.plan -> runner.run -> scheduler.apply -> sink(StepOutput)         the engine's thread
+        -> inbox -> scheduler.plan -> runner.run -> scheduler.apply         the engine's thread
+        -> sink(StepOutput)                                                 a thread of its own, while the next step is computed
 
 No torch here: the runner brings it. `step_once` is the whole of a step, for the thread and for tests without one.
 """
@@ -86,6 +87,7 @@ class NativeEngine:
             )
         )
         self._thread = thread
+        self._output_thread: ComputeThread | None = None  # since `start`
         self._stepping: Future[None] | None = None  # since `start`, until the loop has ended
         self._sink: StepSink = _drop
         self._sink_errors: set[type[Exception]] = set()  # kinds already logged
@@ -129,6 +131,7 @@ class NativeEngine:
     def start(self, sink: StepSink) -> None:
         self._sink = sink
         self._thread = self._thread or ComputeThread()
+        self._output_thread = ComputeThread("engine-output")
         self._stepping = self._thread.submit(self._loop)
 
     def submit(self, request: GenerationRequest) -> None:
@@ -182,6 +185,10 @@ class NativeEngine:
             wait((self._stepping,), timeout=_JOIN_TIMEOUT_S)
         if self._thread is not None:
             self._thread.close()
+        if self._output_thread is not None:
+            if not self._output_thread.is_current:
+                wait((self._output_thread.submit(_nothing),), timeout=_JOIN_TIMEOUT_S)  # what was said has been heard
+            self._output_thread.close()
 
     def step_once(self) -> StepOutput | None:
         """Take in what was asked and compute one step. None if there was nothing to do. Not while the thread runs."""
@@ -266,6 +273,12 @@ class NativeEngine:
     def _emit(self, output: StepOutput | None) -> None:
         if output is None:
             return
+        if self._output_thread is None:
+            self._hand_over(output)
+        else:
+            self._output_thread.submit(partial(self._hand_over, output))
+
+    def _hand_over(self, output: StepOutput) -> None:
         try:
             self._sink(output)
         except Exception as error:
@@ -286,6 +299,10 @@ class NativeEngine:
 
     def _snapshot(self) -> EngineStats:
         return self._scheduler.stats(self._step_time.coefficients())
+
+
+def _nothing() -> None:
+    """To wait for what came before it."""
 
 
 def _drop(output: StepOutput) -> None:

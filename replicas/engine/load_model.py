@@ -141,8 +141,8 @@ def _load_torch(
     name = dtype_name(dtype)
     if engine.kv_cache_dtype not in ("auto", name):
         raise ConfigError(
-            f"engine.kv_cache_dtype={engine.kv_cache_dtype} needs the native kernels; torch keeps keys and values as model.dtype "
-            f"({name})"
+            f"engine.kv_cache_dtype={engine.kv_cache_dtype} needs the native kernels; torch keeps keys and values as "
+            f"model.dtype ({name})"
         )
     quantization = _quantization(engine, model.dtype, has_kernels=False)
     loaded = LlamaModel(

@@ -87,7 +87,7 @@ class Scheduler:
         self._num_arrivals = 0
         self._num_waiting_tokens = 0
         self._num_kv_events = 0
-        self._num_finished = dict.fromkeys(FinishReason, 0)
+        self._num_finished = {reason.value: 0 for reason in FinishReason}
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
         self._num_hits = 0
@@ -174,8 +174,9 @@ class Scheduler:
         num_pending_tokens = self._num_waiting_tokens
         num_context_tokens = 0
         for sequence in self._running:
-            num_pending_tokens += sequence.num_pending_tokens
-            num_context_tokens += sequence.num_computed_tokens
+            num_computed = sequence.num_computed_tokens
+            num_pending_tokens += len(sequence.token_ids) - num_computed
+            num_context_tokens += num_computed
         return EngineStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
@@ -186,7 +187,7 @@ class Scheduler:
             num_blocks_cached=pool.num_cached,
             num_blocks_used=pool.num_used,
             started_total=self._num_arrivals,
-            finished_total={reason.value: count for reason, count in self._num_finished.items()},
+            finished_total=self._num_finished.copy(),
             prompt_tokens_total=self._num_prompt_tokens,
             generation_tokens_total=self._num_generated_tokens,
             prefix_queries_total=self._num_prompt_tokens if self.config.prefix_caching else 0,

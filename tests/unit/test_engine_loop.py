@@ -325,11 +325,17 @@ def test_shutdown_before_start_and_from_the_sink_does_not_hang(started):
     never_started.submit(make_request("a", range(20), 5))
     never_started.shutdown()
     assert never_started.stats().finished_total["abort"] == 1
-    engine = make_engine()
-    engine.submit(make_request("a", range(20), 5))
-    ended = threading.Event()
+    ended, heard = threading.Event(), threading.Event()
+
+    def hold(plan: StepPlan) -> None:
+        """Steps go on while the sink is called: keep them from being through before it is."""
+        assert plan.chunks[0].start == 0 or heard.wait(TIMEOUT_S)
+
+    engine = make_engine(ScriptedRunner(INFO.num_blocks, hold))
+    engine.submit(make_request("a", range(20), 200))
 
     def sink(output: StepOutput) -> None:
+        heard.set()
         engine.shutdown()
         if any(delta.finish_reason is FinishReason.ABORT for delta in output.deltas):
             ended.set()

@@ -77,7 +77,7 @@ def concatenate(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
 
 
 def quantize(weight: Tensor, format: str) -> QuantizedTensor:
-    """From any float [rows, columns] to the nearest values of `format`, one of QUANTIZERS; but for int8, columns divide by 32."""
+    """From any float [rows, columns] to the nearest values of `format`, one of QUANTIZERS; columns divide by 32 (int8: any)."""
     return QUANTIZERS[format](weight.float())
 
 
