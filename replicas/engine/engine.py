@@ -185,10 +185,12 @@ class NativeEngine:
             wait((self._stepping,), timeout=_JOIN_TIMEOUT_S)
         if self._thread is not None:
             self._thread.close()
-        if self._output_thread is not None:
-            if not self._output_thread.is_current:
-                wait((self._output_thread.submit(_nothing),), timeout=_JOIN_TIMEOUT_S)  # what was said has been heard
-            self._output_thread.close()
+        with self._wake:
+            output_thread, self._output_thread = self._output_thread, None
+        if output_thread is not None:
+            if not output_thread.is_current:
+                wait((output_thread.submit(_nothing),), timeout=_JOIN_TIMEOUT_S)  # what was said has been heard
+            output_thread.close()
 
     def step_once(self) -> StepOutput | None:
         """Take in what was asked and compute one step. None if there was nothing to do. Not while the thread runs."""
