@@ -159,10 +159,10 @@ const Inputs& Model::prepare(Format format, const float* from, int columns, cons
 template <class Store>
 void Model::product(const Linear& linear, const Inputs& inputs, int num_rows, Thread& own, Store store) {
   Tasks& tasks = tasks_[own.next_tasks];
-  const int strips = linear.num_strips(), at_once = rows_at_once(linear.format);
+  const int strips = linear.num_strips();
   int chunks = (num_rows + kTaskRows - 1) / kTaskRows;
   // Few strips don't divide evenly among the threads: share their rows out as well, where that keeps the registers full.
-  while (num_rows >= 8 && strips * chunks < 16 * pool.size() && num_rows / (chunks + 1) >= at_once) ++chunks;
+  while (num_rows >= 8 && strips * chunks < 16 * pool.size() && num_rows / (chunks + 1) >= 16) ++chunks;
   for (int task = tasks.take(); task < strips * chunks; task = tasks.take()) {
     const int strip = task / chunks, chunk = task % chunks;
     const int first = num_rows * chunk / chunks, end = num_rows * (chunk + 1) / chunks;
