@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,18 +10,17 @@ import openvino
 import openvino_genai
 import protocol
 
-_DEFAULTS = {
-    "pipeline": "paged",
-    # Of the whole batch's prompts at once: with the default of 256 a batch of long prompts would begin one by one.
-    "max_num_batched_tokens": 1 << 16,
-    "properties": {},  # of the device, such as KV_CACHE_PRECISION or DYNAMIC_QUANTIZATION_GROUP_SIZE
-}
-_CACHE_GIB = 2
+_DEFAULTS = {"pipeline": "paged"}
+# Of the device, by precision; the option `properties` replaces them. Activations in groups of 192, which divide this model's
+# widths, were seen to be up to a quarter faster than the default's 32 with int8 weights, and slower with int4's groups.
+_PROPERTIES = {"int8": {"DYNAMIC_QUANTIZATION_GROUP_SIZE": 192}}
+_REPORTED = ("INFERENCE_PRECISION_HINT", "KV_CACHE_PRECISION", "DYNAMIC_QUANTIZATION_GROUP_SIZE")
+_KV_BLOCK_SIZE = 32  # what OpenVINO has on a CPU
 
 
 def open_engine(job: protocol.Job) -> protocol.Engine:
     chosen = _DEFAULTS | dict(job.options)
-    properties = {"INFERENCE_NUM_THREADS": job.threads, **chosen["properties"]}
+    properties = {"INFERENCE_NUM_THREADS": job.threads, **chosen.pop("properties", _PROPERTIES.get(job.precision, {}))}
     return _ENGINES[chosen["pipeline"]](job, chosen, properties)
 
 
@@ -31,9 +31,10 @@ class Paged:
 
     def __init__(self, job: protocol.Job, chosen: dict[str, Any], properties: dict[str, Any]) -> None:
         scheduling = openvino_genai.SchedulerConfig()
-        scheduling.max_num_batched_tokens = chosen["max_num_batched_tokens"]
+        # All prompts of a batch at once: with the default of 256 tokens long ones would begin one by one.
+        scheduling.max_num_batched_tokens = job.max_sequences * job.max_context
         scheduling.max_num_seqs = job.max_sequences
-        scheduling.cache_size = _CACHE_GIB
+        scheduling.num_kv_blocks = job.max_sequences * math.ceil(job.max_context / _KV_BLOCK_SIZE)
         scheduling.enable_prefix_caching = False
         self._pipeline = openvino_genai.ContinuousBatchingPipeline(job.model, scheduling, "CPU", properties)
         self.version, self.options = openvino_genai.__version__, _options(chosen, properties)
@@ -92,7 +93,13 @@ def _greedy(num_tokens: int) -> Any:
 
 
 def _options(chosen: dict[str, Any], properties: dict[str, Any]) -> dict[str, Any]:
-    return {**chosen, "properties": properties}
+    core = openvino.Core()
+    defaults = {name: _plain(core.get_property("CPU", name)) for name in _REPORTED}
+    return {**chosen, "properties": defaults | properties}
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, int) else value.get_type_name()
 
 
 if __name__ == "__main__":

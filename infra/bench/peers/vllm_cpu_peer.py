@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
+from pathlib import Path
 from typing import Any
 
 import protocol
@@ -10,11 +13,10 @@ import vllm
 
 _DEFAULTS = {
     "enforce_eager": False,
-    "own_process": False,
-    # Of the whole batch's prompts at once, where they fit.
-    "max_num_batched_tokens": 1 << 15,
+    "own_process": False,  # with as many cores as threads, the two processes are in each other's way
 }
-_KV_CACHE_BYTES = 2 << 30
+_KV_BLOCK_SIZE = 128  # vLLM's own choice on a CPU
+_BYTES_OF_BF16 = 2
 
 
 class VllmCpu:
@@ -38,8 +40,9 @@ class VllmCpu:
             skip_tokenizer_init=True,
             max_model_len=job.max_context,
             max_num_seqs=job.max_sequences,
+            max_num_batched_tokens=job.max_sequences * job.max_context,  # all prompts of a batch at once
             enable_prefix_caching=False,
-            kv_cache_memory_bytes=_KV_CACHE_BYTES,
+            kv_cache_memory_bytes=_kv_cache_bytes(job),
             **arguments,
         ).llm_engine
         self._num_requests = 0
@@ -58,6 +61,14 @@ class VllmCpu:
                 answers[output.request_id] = output.outputs[0].token_ids
             window.note([len(answer) for answer in answers.values()])
         return [list(answer) for answer in answers.values()]
+
+
+def _kv_cache_bytes(job: protocol.Job) -> int:
+    """Room for the job's sequences, and one block that vLLM keeps for itself."""
+    config = json.loads((Path(job.model) / "config.json").read_text())
+    num_values = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"]
+    num_blocks = job.max_sequences * math.ceil(job.max_context / _KV_BLOCK_SIZE) + 1
+    return num_blocks * _KV_BLOCK_SIZE * num_values * _BYTES_OF_BF16
 
 
 if __name__ == "__main__":
