@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from replicas.engine.quantize.scheme import scheme_of
 from replicas.errors import ConfigError
 from replicas.gguf_file import GgufFile
 
@@ -45,7 +46,6 @@ _REQUIRED_VALUES: Mapping[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
-    "quantization_config": None,
     "partial_rotary_factor": 1.0,
 }
 
@@ -88,6 +88,7 @@ def from_hf_config(config: Mapping[str, Any]) -> ArchitectureConfig:
     for key, supported in _REQUIRED_VALUES.items():
         if config.get(key, supported) not in (supported, None):
             raise ConfigError(f"config.json: {key}={config[key]!r} is not supported, only {supported!r}")
+    scheme_of(config)  # which refuses what weights.py couldn't read
     try:
         num_heads, hidden_size = config["num_attention_heads"], config["hidden_size"]
         head_dim = config.get("head_dim") or hidden_size // num_heads

@@ -87,20 +87,25 @@ def _to_int8(weight: Tensor) -> QuantizedTensor:
 
 
 def _to_int8_g32(weight: Tensor) -> QuantizedTensor:
-    groups = weight.view(len(weight), -1, GROUP)
+    groups = weight.reshape(len(weight), -1, GROUP)
     scale = (groups.abs().amax(dim=-1) / 127).half()
     numbers = _rounded(groups, scale.float().unsqueeze(-1), -127, 127).to(torch.int8)
     return QuantizedTensor("int8_g32", numbers.flatten(1), scale)
 
 
 def _to_int4(weight: Tensor) -> QuantizedTensor:
-    groups = weight.view(len(weight), -1, GROUP)
+    groups = weight.reshape(len(weight), -1, GROUP)
     least, most = groups.amin(dim=-1), groups.amax(dim=-1)
     scale, minimum = ((most - least) / 15).half(), least.half()
     # By the rounded scale and minimum, which are what the values are made of later.
     above = groups - minimum.float().unsqueeze(-1)
     numbers = _rounded(above, scale.float().unsqueeze(-1), 0, 15).to(torch.uint8)
-    return QuantizedTensor("int4", (numbers[..., :_HALF] | numbers[..., _HALF:] << 4).flatten(1), scale, minimum)
+    return QuantizedTensor("int4", pack_int4(numbers), scale, minimum)
+
+
+def pack_int4(groups: Tensor) -> Tensor:
+    """uint8 [rows, groups, 32] of 0..15 -> int4's `data`"""
+    return (groups[..., :_HALF] | groups[..., _HALF:] << 4).flatten(1)
 
 
 def _rounded(values: Tensor, scale: Tensor, least: int, most: int) -> Tensor:
