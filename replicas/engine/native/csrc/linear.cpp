@@ -6,9 +6,13 @@
 #include <limits>
 
 #if TS_X86
+// Loops over what is held in registers: left to itself, the compiler puts large ones into memory.
+#define TS_UNROLL _Pragma("GCC unroll 32")
+
 namespace ts {
 namespace {
 
+constexpr size_t kAhead = 4096;  // bytes: what is asked of memory before it is needed
 constexpr size_t kInt8Step = 8 * 64, kHalves = 32;
 
 size_t panel_step_bytes(Format format) {
@@ -39,7 +43,7 @@ void multiply_floats(const uint8_t* panel, const uint8_t* input, size_t row_byte
   for (int step = 0; step < steps; ++step, panel += 4 * 64) {
     __m512i weight[P];
     for (int p = 0; p < P; ++p) weight[p] = _mm512_loadu_si512(panel + p * 64);
-    if (R <= 2) _mm_prefetch(reinterpret_cast<const char*>(panel) + 4096, _MM_HINT_T0);
+    for (int p = 0; p < P; ++p) _mm_prefetch(reinterpret_cast<const char*>(panel) + kAhead + p * 64, _MM_HINT_T0);
     for (int r = 0; r < R; ++r) {
       const __m512i x = spread(input + r * row_bytes + step * 4);
       for (int p = 0; p < P; ++p)
@@ -51,55 +55,66 @@ void multiply_floats(const uint8_t* panel, const uint8_t* input, size_t row_byte
     for (int p = 0; p < P; ++p) store(tile + r * kStrip + p * kPanel, sum[r][p]);
 }
 
-// The same for the integer formats: exact dot products of a group of 32, then fp32.
+// The same for the integer formats: exact dot products of a group of inputs, then fp32.
 template <Format F, int R, int P>
-void multiply_integers(const uint8_t* panel, int columns, const Inputs& inputs, int first_row, float* tile) {
+void multiply_integers(const uint8_t* panel, int columns, const Inputs& inputs, int first_row, bool ask_ahead, float* tile) {
   constexpr size_t kStep = F == Format::kInt4 ? 4 * 64 + 2 * kHalves : F == Format::kInt8 ? kInt8Step : kInt8Step + kHalves;
   const size_t groups = columns / kGroup, row_bytes = columns;
   const uint8_t* input = inputs.numbers.data() + first_row * row_bytes;
-  const float* scale = inputs.scale.data() + first_row * groups;
-  const int32_t* offset = inputs.sum.data() + first_row * groups;
+  constexpr int kSides = kGroup / input_group(F);
+  const float* scale = inputs.scale.data() + first_row * groups * kSides;
+  const int32_t* offset = inputs.sum.data() + first_row * groups * kSides;
   const float* weighed = inputs.weighed.data() + first_row * groups;
   const __m512i low = _mm512_set1_epi8(0x0f);
   __m512 sum[R][P];
+  TS_UNROLL
   for (int r = 0; r < R; ++r)
+    TS_UNROLL
     for (int p = 0; p < P; ++p) sum[r][p] = _mm512_setzero_ps();
   for (size_t group = 0; group < groups; ++group, panel += 4 * kStep, input += kGroup) {
-    if (R <= 2)
-      for (size_t line = 0; line < P * kStep; line += 64)
-        _mm_prefetch(reinterpret_cast<const char*>(panel) + 4096 + line, _MM_HINT_T0);
+    if (ask_ahead)
+      TS_UNROLL
+      for (size_t line = 0; line < 4 * kStep; line += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(panel) + kAhead + line, _MM_HINT_T0);
+    TS_UNROLL
     for (int p = 0; p < P; ++p) {
       const uint8_t* weights = panel + p * kStep;
-      __m512i dot[R];
-      for (int r = 0; r < R; ++r)
-        dot[r] = F == Format::kInt4 ? _mm512_setzero_si512() : _mm512_set1_epi32(offset[r * groups + group]);
-      if constexpr (F == Format::kInt4) {
-        for (int j = 0; j < 4; ++j) {
-          const __m512i both = _mm512_loadu_si512(weights + j * 64);
-          const __m512i first = _mm512_and_si512(both, low), second = _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
-          for (int r = 0; r < R; ++r) dot[r] = _mm512_dpbusd_epi32(dot[r], first, spread(input + r * row_bytes + j * 4));
-          for (int r = 0; r < R; ++r) dot[r] = _mm512_dpbusd_epi32(dot[r], second, spread(input + r * row_bytes + 16 + j * 4));
+      __m512 part[R];
+      TS_UNROLL
+      for (int side = 0; side < kSides; ++side) {
+        __m512i dot[R];
+        TS_UNROLL
+        for (int r = 0; r < R; ++r)
+          dot[r] = F == Format::kInt4 ? _mm512_setzero_si512() : _mm512_set1_epi32(offset[(r * groups + group) * kSides + side]);
+        TS_UNROLL
+        for (int j = 0; j < 8 / kSides; ++j) {
+          __m512i weight = _mm512_loadu_si512(weights + (F == Format::kInt4 ? j : side * 4 + j) * 64);
+          if constexpr (F == Format::kInt4)
+            weight = _mm512_and_si512(side == 0 ? weight : _mm512_srli_epi16(weight, 4), low);
+          TS_UNROLL
+          for (int r = 0; r < R; ++r)
+            dot[r] = _mm512_dpbusd_epi32(dot[r], weight, spread(input + r * row_bytes + side * input_group(F) + j * 4));
         }
-      } else {
-        for (int j = 0; j < 8; ++j) {
-          const __m512i weight = _mm512_loadu_si512(weights + j * 64);
-          for (int r = 0; r < R; ++r) dot[r] = _mm512_dpbusd_epi32(dot[r], weight, spread(input + r * row_bytes + j * 4));
+        TS_UNROLL
+        for (int r = 0; r < R; ++r) {
+          const __m512 x_scale = _mm512_set1_ps(scale[(r * groups + group) * kSides + side]);
+          const __m512 exact = _mm512_cvtepi32_ps(dot[r]);
+          if constexpr (F == Format::kInt8) sum[r][p] = _mm512_fmadd_ps(exact, x_scale, sum[r][p]);
+          else part[r] = side == 0 ? _mm512_mul_ps(exact, x_scale) : _mm512_fmadd_ps(exact, x_scale, part[r]);
         }
       }
-      for (int r = 0; r < R; ++r) {
-        const __m512 x_scale = _mm512_set1_ps(scale[r * groups + group]);
-        const __m512 exact = _mm512_cvtepi32_ps(dot[r]);
-        if constexpr (F == Format::kInt8) {
-          sum[r][p] = _mm512_fmadd_ps(exact, x_scale, sum[r][p]);
-        } else {
-          sum[r][p] = _mm512_fmadd_ps(_mm512_mul_ps(exact, x_scale), half(weights + kStep - (F == Format::kInt4 ? 64 : 32)), sum[r][p]);
+      if constexpr (F != Format::kInt8)
+        TS_UNROLL
+        for (int r = 0; r < R; ++r) {
+          sum[r][p] = _mm512_fmadd_ps(part[r], half(weights + kStep - (F == Format::kInt4 ? 64 : 32)), sum[r][p]);
           if constexpr (F == Format::kInt4)
             sum[r][p] = _mm512_fmadd_ps(half(weights + kStep - 32), _mm512_set1_ps(weighed[r * groups + group]), sum[r][p]);
         }
-      }
     }
   }
+  TS_UNROLL
   for (int r = 0; r < R; ++r)
+    TS_UNROLL
     for (int p = 0; p < P; ++p) store(tile + r * kStrip + p * kPanel, sum[r][p]);
 }
 
@@ -116,7 +131,7 @@ void strip_of_integers(const Linear& linear, const uint8_t* strip, const Inputs&
   constexpr size_t kStep = F == Format::kInt4 ? 4 * 64 + 2 * kHalves : F == Format::kInt8 ? kInt8Step : kInt8Step + kHalves;
   constexpr int kPanels = R == 1 ? 4 : R == 2 ? 2 : 1;  // one row needs four panels for enough sums under way
   for (int p = 0; p < 4; p += kPanels)
-    multiply_integers<F, R, kPanels>(strip + p * kStep, linear.columns, inputs, first_row, tile + p * kPanel);
+    multiply_integers<F, R, kPanels>(strip + p * kStep, linear.columns, inputs, first_row, p == 0, tile + p * kPanel);
 }
 
 using Kernel = void (*)(const Linear&, const uint8_t*, const Inputs&, int, float*);
@@ -141,7 +156,7 @@ size_t Linear::strip_bytes() const { return 4 * panel_step_bytes(format) * (colu
 int rows_at_once(Format format) { return is_integer(format) ? kIntegerRows : kFloatRows; }
 
 void Inputs::reserve(int num_rows, int columns) {
-  const size_t room = static_cast<size_t>(num_rows) * columns, num_groups = room / kGroup;
+  const size_t room = static_cast<size_t>(num_rows) * columns, num_groups = room / input_group(Format::kInt4);
   if (numbers.size() >= room * sizeof(float)) return;
   numbers.resize(room * sizeof(float));
   scale.resize(num_groups);
@@ -151,7 +166,6 @@ void Inputs::reserve(int num_rows, int columns) {
 
 void Inputs::set(Format format, int row, const float* from, int columns) {
   const size_t row_bytes = input_bytes(format, columns);
-  const int groups = columns / kGroup;
   uint8_t* to = numbers.data() + row * row_bytes;
   if (format == Format::kFp32) {
     std::memcpy(to, from, row_bytes);
@@ -166,23 +180,26 @@ void Inputs::set(Format format, int row, const float* from, int columns) {
     return;
   }
   __m512 zero_if_finite = _mm512_setzero_ps();
-  for (int group = 0; group < groups; ++group) {
-    const __m512 a = load(from + group * kGroup), b = load(from + group * kGroup + kLanes);
+  const int size = input_group(format);
+  const size_t first_group = static_cast<size_t>(row) * (columns / size);
+  for (int group = 0; group < columns / size; ++group) {
+    const __m512 a = load(from + group * size), b = size == kLanes ? a : load(from + group * size + kLanes);
     zero_if_finite = _mm512_fmadd_ps(a, _mm512_setzero_ps(), _mm512_fmadd_ps(b, _mm512_setzero_ps(), zero_if_finite));
     const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
     const __m512 inverse = _mm512_set1_ps(largest > 0.0f ? 127.0f / largest : 0.0f);
-    const __m512i qa = _mm512_cvtps_epi32(_mm512_mul_ps(a, inverse)), qb = _mm512_cvtps_epi32(_mm512_mul_ps(b, inverse));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + group * kGroup), _mm512_cvtsepi32_epi8(qa));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + group * kGroup + 16), _mm512_cvtsepi32_epi8(qb));
-    const int total = _mm512_reduce_add_epi32(_mm512_add_epi32(qa, qb));
-    const size_t index = static_cast<size_t>(row) * groups + group;
-    scale[index] = largest / 127.0f;
-    sum[index] = -128 * total;
-    weighed[index] = scale[index] * total;
+    int total = 0;
+    for (int part = 0; part < size; part += kLanes) {
+      const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(part == 0 ? a : b, inverse));
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + group * size + part), _mm512_cvtsepi32_epi8(q));
+      total += _mm512_reduce_add_epi32(q);
+    }
+    scale[first_group + group] = largest / 127.0f;
+    sum[first_group + group] = -128 * total;
+    if (format != Format::kInt4) continue;
+    float& weight = weighed[(first_group + group) / 2];
+    weight = (group % 2 == 0 ? 0.0f : weight) + largest / 127.0f * total;
   }
-  if (std::isnan(_mm512_reduce_add_ps(zero_if_finite))) {
-    scale[static_cast<size_t>(row) * groups] = std::numeric_limits<float>::quiet_NaN();
-  }
+  if (std::isnan(_mm512_reduce_add_ps(zero_if_finite))) scale[first_group] = std::numeric_limits<float>::quiet_NaN();
 }
 
 void multiply(const Linear& linear, int strip, const Inputs& inputs, int first_row, int num_rows, float* tile) {

@@ -46,6 +46,7 @@ void multiply_wide() {
   __m512 sum[kSums] = {};
   const __m512 x = _mm512_set1_ps(0.0f);
   for (long i = 0; i < kMultiplies / kSums; ++i)
+#pragma GCC unroll 12
     for (__m512& one : sum) {
       one = _mm512_fmadd_ps(x, x, one);
       asm volatile("" : "+v"(one));
@@ -56,6 +57,7 @@ void multiply_narrow() {
   __m512 sum[kSums] = {};
   const __m512bh x = (__m512bh)_mm512_setzero_si512();
   for (long i = 0; i < kMultiplies / kSums; ++i)
+#pragma GCC unroll 12
     for (__m512& one : sum) {
       one = _mm512_dpbf16_ps(one, x, x);
       asm volatile("" : "+v"(one));
@@ -66,6 +68,7 @@ void multiply_bytes() {
   __m512i sum[kSums] = {};
   const __m512i x = _mm512_setzero_si512();
   for (long i = 0; i < kMultiplies / kSums; ++i)
+#pragma GCC unroll 12
     for (__m512i& one : sum) {
       one = _mm512_dpbusd_epi32(one, x, x);
       asm volatile("" : "+v"(one));
