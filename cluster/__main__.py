@@ -1,4 +1,4 @@
-"""The command line: `python -m cluster up|check|status|plan|build|hash-key`. Each command's work is in a file of its own."""
+"""The command line: `python -m cluster up|check|status|plan|quantize|build|hash-key`. Each command has a file of its own."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ def parser() -> argparse.ArgumentParser:
     status.add_argument("--json", action="store_true", help="one JSON object instead of a table")
 
     _add_plan(commands.add_parser("plan", help="what a model takes of a memory in each precision, and how many users fit"))
+
+    quantize = commands.add_parser("quantize", help="write a model in few bits, as a directory that loads faster")
+    quantize.add_argument("--model", default=EMBEDDED_MODEL, help="as model.source: a GGUF file, a directory, or builtin:...")
+    quantize.add_argument("--format", required=True, choices=("int8", "int4"), help="int4 keeps a GGUF's Q4_0, Q4_1 and Q8_0")
+    quantize.add_argument("--output", required=True, metavar="DIR", help="a directory that is empty or doesn't exist")
 
     commands.add_parser("hash-key", help="read an API key and print the sha256 for ingress.api_keys")
     return root
@@ -107,6 +112,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _quantize(arguments: argparse.Namespace) -> int:
+    run = importlib.import_module("cluster.quantize").run
+    run(model=arguments.model, format=arguments.format, output=arguments.output)
+    return 0
+
+
 def _hash_key(_arguments: argparse.Namespace) -> int:
     key = getpass.getpass("API key: ") if sys.stdin.isatty() else sys.stdin.readline().strip()
     print(hash_api_key(key))
@@ -119,6 +130,7 @@ _COMMANDS: dict[str, Command] = {
     "build": _with_config("cluster.build_config", "build", "output"),
     "status": _status,
     "plan": _plan,
+    "quantize": _quantize,
     "hash-key": _hash_key,
 }
 

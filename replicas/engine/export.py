@@ -6,6 +6,8 @@ import json
 import logging
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +17,8 @@ from safetensors.torch import save_file
 
 from configs.schema import ModelConfig
 from replicas.engine.models.config import ArchitectureConfig
-from replicas.engine.models.llama import LlamaModel
-from replicas.engine.weights import Checkpoint, open_checkpoint
+from replicas.engine.models.model_weights import ModelWeights
+from replicas.engine.weights import open_checkpoint
 from replicas.errors import ConfigError
 from replicas.model_source import architecture, eos_token_ids, model_revision, resolve
 from replicas.tokenizer_files import TokenizerSpec, from_gguf
@@ -25,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _DTYPE_NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
 # What the name of an exported directory begins with, so that a change of what is written makes new ones.
-_LAYOUT = "v1"
+_LAYOUT = "v2"
 
 
 def model_directory(model: ModelConfig, dtype: torch.dtype, cache: Path) -> Path:
@@ -41,49 +43,77 @@ def model_directory(model: ModelConfig, dtype: torch.dtype, cache: Path) -> Path
     digest = model_revision(replace(model, revision=""))
     target = cache / f"{_LAYOUT}-{digest}-{_DTYPE_NAMES[dtype]}"
     if not target.is_dir():
-        cache.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=cache))
         logger.info("writing %s as %s", model.source, target)
         try:
-            _write(model, dtype, scratch)
-            scratch.rename(target)
+            with whole_directory(target) as scratch:
+                _write(model, dtype, scratch)
         except OSError:
             if not target.is_dir():
                 raise
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
     return target
 
 
+@contextmanager
+def whole_directory(target: Path) -> Iterator[Path]:
+    """A folder that gets the name `target` when the block ends, and vanishes if that fails. OSError if `target` isn't empty."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # One folder deeper than the private one that is made for us, so that it gets the rights of any other.
+    private = Path(tempfile.mkdtemp(prefix=f"{target.name}.", dir=target.parent))
+    try:
+        scratch = private / target.name
+        scratch.mkdir()
+        yield scratch
+        scratch.rename(target)
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+
+
 def _write(model: ModelConfig, dtype: torch.dtype, folder: Path) -> None:
-    shape, spec = architecture(model), from_gguf(resolve(model).path)
+    shape, description = architecture(model), describe_gguf(model, dtype)
+    checkpoint = open_checkpoint(resolve(model), shape)
+    tensors = {name: checkpoint.tensor(name, size).to(dtype).contiguous() for name, size in tensor_shapes(shape).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    write_description(description, folder)
+
+
+def describe_gguf(model: ModelConfig, dtype: torch.dtype) -> dict[str, dict[str, Any]]:
+    """File name -> content of what stands beside the weights. Raises ConfigError for what that layout can't say."""
+    shape, spec, ends = architecture(model), from_gguf(resolve(model).path), eos_token_ids(model)
     if shape.rope.divisors is not None:
         raise ConfigError("model.source: this GGUF scales rotary positions; give a directory with config.json instead")
-    recorder = _Recorder(open_checkpoint(resolve(model), shape), dtype)
-    LlamaModel(shape, recorder, max_positions=1, device=torch.device("cpu"), dtype=dtype)
-    save_file(recorder.tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    ends = eos_token_ids(model)
-    for name, content in {
+    return {
         "config.json": _config(shape, _DTYPE_NAMES[dtype], ends),
         "generation_config.json": {"eos_token_id": list(ends)},
         "tokenizer.json": _tokenizer(spec),
         "tokenizer_config.json": _tokenizer_config(spec, shape),
-    }.items():
+    }
+
+
+def write_description(description: dict[str, dict[str, Any]], folder: Path) -> None:
+    for name, content in description.items():
         (folder / name).write_text(json.dumps(content))
 
 
-class _Recorder:
-    """A checkpoint that keeps what a model asks of it: so the model itself says which tensors it is made of."""
+def tensor_shapes(architecture: ArchitectureConfig) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors that a model is made of, by their names: what our own decoder asks a checkpoint for."""
+    recorder = _Recorder()
+    weights = ModelWeights(architecture, recorder)
+    for read in (weights.embedding, weights.head, weights.norm):
+        read()
+    for index in range(architecture.num_layers):
+        weights.layer(index)
+    return recorder.shapes
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-        self._checkpoint = checkpoint
-        self._dtype = dtype
-        self.tensors: dict[str, torch.Tensor] = {}
+
+class _Recorder:
+    """A checkpoint whose tensors have shapes and no numbers."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[str, tuple[int, ...]] = {}
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        found = self._checkpoint.tensor(name, shape).to(self._dtype).contiguous()
-        self.tensors[name] = found
-        return found
+        self.shapes[name] = shape
+        return torch.empty(shape, device="meta")
 
     def quantized(self, name: str, shape: tuple[int, ...]) -> None:
         return None
@@ -131,7 +161,23 @@ def _tokenizer(spec: TokenizerSpec) -> dict[str, Any]:
     ]
     core["added_tokens"].sort(key=lambda token: token["id"])
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    return {**core, "decoder": byte_level, "post_processor": None, "truncation": None, "padding": None}
+    return {**core, "decoder": byte_level, "post_processor": _post_processor(spec), "truncation": None, "padding": None}
+
+
+def _post_processor(spec: TokenizerSpec) -> dict[str, Any] | None:
+    """What puts the tokens before a text that begin it, if there are any."""
+    text_of = {token.token_id: token.text for token in spec.special_tokens}
+    texts = {text_of[token_id]: token_id for token_id in spec.bos_ids if token_id in text_of}
+    if not texts:
+        return None
+    begin = [{"SpecialToken": {"id": text, "type_id": 0}} for text in texts]
+    first, second = ({"Sequence": {"id": name, "type_id": kind}} for kind, name in enumerate("AB"))
+    return {
+        "type": "TemplateProcessing",
+        "single": [*begin, first],
+        "pair": [*begin, first, second],
+        "special_tokens": {text: {"id": text, "ids": [token_id], "tokens": [text]} for text, token_id in texts.items()},
+    }
 
 
 def _tokenizer_config(spec: TokenizerSpec, shape: ArchitectureConfig) -> dict[str, Any]:

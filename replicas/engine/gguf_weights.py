@@ -74,19 +74,23 @@ class GgufCheckpoint:
 def _q4_1(blocks: torch.Tensor) -> QuantizedTensor:
     """20 bytes a block: fp16 scale, fp16 minimum, 32 numbers of 4 bits"""
     halves = blocks[..., :4].contiguous().view(torch.float16)
-    return QuantizedTensor("int4", blocks[..., 4:].flatten(1), halves[..., 0].contiguous(), halves[..., 1].contiguous())
+    return QuantizedTensor("int4", _numbers(blocks[..., 4:]), halves[..., 0].contiguous(), halves[..., 1].contiguous())
 
 
 def _q4_0(blocks: torch.Tensor) -> QuantizedTensor:
     """18 bytes: fp16 scale, 32 numbers of 4 bits that count from -8"""
     scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
-    return QuantizedTensor("int4", blocks[..., 2:].flatten(1), scale, scale * -8)
+    return QuantizedTensor("int4", _numbers(blocks[..., 2:]), scale, scale * -8)
 
 
 def _q8_0(blocks: torch.Tensor) -> QuantizedTensor:
     """34 bytes: fp16 scale, 32 numbers of 8 bits"""
     scale = blocks[..., :2].contiguous().view(torch.float16)[..., 0]
-    return QuantizedTensor("int8_g32", blocks[..., 2:].flatten(1).view(torch.int8), scale)
+    return QuantizedTensor("int8_g32", _numbers(blocks[..., 2:]).view(torch.int8), scale)
+
+
+def _numbers(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks.flatten(1).contiguous()  # of a matrix that is one block wide, flatten alone makes a view with gaps
 
 
 _UNPACKERS: dict[GGMLQuantizationType, Callable[[torch.Tensor], QuantizedTensor]] = {

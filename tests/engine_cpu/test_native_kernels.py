@@ -15,7 +15,7 @@ from paged_model import GREEDY, PagedModel, chunk, load_model, load_native
 from replicas.blocks import BLOCK_SIZE
 from replicas.engine.batch import build_batch
 from replicas.engine.native.cache import NativeKVCache
-from replicas.engine.native.library import load
+from replicas.engine.native.library import NUM_VARIANTS, load
 from replicas.engine.native.packing import Packer, multiply, unpacked_row
 from replicas.engine.quantize.formats import quantize
 from replicas.engine.step import StepPlan
@@ -67,13 +67,15 @@ def test_a_packed_matrix_gives_the_products_and_the_rows_of_its_numbers(format, 
 @pytest.mark.parametrize("format", FORMATS)
 @settings(max_examples=20, deadline=None)
 @given(num_inputs=st.integers(1, 50), seed=st.integers(0, 2**32 - 1))
-def test_a_row_of_a_product_is_the_same_bit_for_bit_alone_and_among_others(format, num_inputs, seed):
+def test_a_row_of_a_product_is_the_same_bit_for_bit_alone_among_others_and_in_every_variant(format, num_inputs, seed):
     needs(format)
     packer, linear, _ = pack(format, 96, 160)
     inputs = torch.randn(num_inputs, 160, generator=torch.Generator().manual_seed(seed)) * 10
     together = multiply(LIBRARY, linear, inputs)
     row = seed % num_inputs
-    assert torch.equal(multiply(LIBRARY, linear, inputs[row : row + 1])[0], together[row])
+    for variant in range(NUM_VARIANTS):
+        assert torch.equal(multiply(LIBRARY, linear, inputs[row : row + 1], variant)[0], together[row])
+        assert torch.equal(multiply(LIBRARY, linear, inputs, variant), together)
     del packer
 
 

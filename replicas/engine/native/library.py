@@ -21,6 +21,9 @@ _INTEGERS, _NARROW = 1, 2  # bits of ts_features
 
 FORMATS = {"fp32": 0, "bf16": 1, "int8": 2, "int8_g32": 3, "int4": 4}
 """csrc/linear.h, Format"""
+ROW_CLASSES = ("1", "2", "3-4", "5-8", "9-16", "17-32", "more")
+NUM_VARIANTS = 4
+"""csrc/linear.h, variants()"""
 PHASES = ("embed", "qkv", "rotate", "attend", "output", "gate_up", "down", "head", "best")
 """csrc/model.h, Phase"""
 
@@ -70,7 +73,9 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "ts_phases": (None, (c_void_p, c_void_p)),
     "ts_read_token": (None, (POINTER(Cache), c_int32, c_int32, c_int32, c_int32, c_void_p, c_void_p)),
     "ts_write_token": (None, (POINTER(Cache), c_int32, c_int32, c_int32, c_int32, c_void_p, c_void_p)),
-    "ts_multiply": (None, (POINTER(Linear), c_void_p, c_int32, c_void_p)),
+    "ts_multiply": (None, (POINTER(Linear), c_int32, c_void_p, c_int32, c_void_p)),
+    "ts_tune": (None, (c_void_p,)),
+    "ts_variants": (None, (c_void_p, c_void_p)),
     "ts_pack": (None, (POINTER(Linear), c_void_p, c_void_p, c_void_p)),
     "ts_unpack_row": (None, (POINTER(Linear), c_int32, c_void_p)),
     "ts_large_pages": (None, (c_void_p, c_int64)),

@@ -18,7 +18,7 @@ from replicas.engine.models.config import ArchitectureConfig
 from replicas.engine.models.layers import rotary_angles
 from replicas.engine.models.model_weights import Matrix, ModelWeights
 from replicas.engine.native.cache import NativeKVCache
-from replicas.engine.native.library import PHASES, Library, Linear, Shape, StepBatch
+from replicas.engine.native.library import FORMATS, PHASES, ROW_CLASSES, Library, Linear, Shape, StepBatch
 from replicas.engine.native.packing import Packer
 from replicas.engine.quantize.formats import QuantizedTensor
 from replicas.engine.step_model import StepLogits
@@ -80,6 +80,7 @@ class NativeModel:
         weakref.finalize(self, self._calls.ts_free, self._model)
         self._packer = Packer(library, dtype)
         self._load(weights)
+        self._calls.ts_tune(self._model)
         self._logits = torch.empty(0, architecture.vocab_size)
         self._cache: NativeKVCache | None = None
 
@@ -151,6 +152,15 @@ class NativeModel:
         )
         self._calls.ts_forward(self._model, step)
         return StepLogits(self._logits[:num_samples], best.tolist()) if num_samples else None
+
+    def variants(self) -> dict[str, dict[str, tuple[int, int]]]:
+        """By format and number of rows: (panels at a time, rows at a time) of the product that was fastest at load."""
+        chosen = np.zeros((len(FORMATS), len(ROW_CLASSES), 2), dtype=np.int32)
+        self._calls.ts_variants(self._model, chosen.ctypes.data)
+        return {
+            format: {rows: (int(panels), int(most)) for rows, (panels, most) in zip(ROW_CLASSES, chosen[index], strict=True)}
+            for format, index in FORMATS.items()
+        }
 
     def phase_seconds(self) -> dict[str, float]:
         """Time of one thread in each phase of all steps so far, waiting for the others included."""

@@ -91,11 +91,11 @@ class Packer:
         return padded.data_ptr()
 
 
-def multiply(library: Library, linear: Linear, inputs: Tensor) -> Tensor:
+def multiply(library: Library, linear: Linear, inputs: Tensor, variant: int = 0) -> Tensor:
     """inputs [rows, linear.columns] fp32 -> [rows, linear.rows] fp32, on this thread alone. For tests and measurements."""
     width = -(-linear.rows // _STRIP) * _STRIP
     outputs = torch.empty(len(inputs), width)
-    library.calls.ts_multiply(linear, inputs.contiguous().data_ptr(), len(inputs), outputs.data_ptr())
+    library.calls.ts_multiply(linear, variant, inputs.contiguous().data_ptr(), len(inputs), outputs.data_ptr())
     return outputs[:, : linear.rows]
 
 

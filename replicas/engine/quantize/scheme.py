@@ -57,6 +57,11 @@ def scheme_of(config: Mapping[str, Any]) -> Scheme | None:
     return _awq(declared) if method == "awq" else _gptq(declared)
 
 
+def declare(config: Mapping[str, Any], format: str) -> dict[str, Any]:
+    """A config.json that says of its matrices that they are our own, in one of TRIESERVE_FORMATS."""
+    return {**config, _KEY: {"quant_method": TRIESERVE, "format": format, "version": TRIESERVE_VERSION}}
+
+
 # For each method: key -> (what its absence means, what we read, in small letters). bits has to be there.
 _SUPPORTED_VALUES: Mapping[str, Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
     "awq": {

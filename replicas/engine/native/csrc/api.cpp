@@ -72,6 +72,13 @@ TS_API void ts_set_cache(ts::Model* model, const ts::KvCache* cache) { model->ca
 
 TS_API void ts_forward(ts::Model* model, const ts::Batch* batch) { model->forward(*batch); }
 
+TS_API void ts_tune(ts::Model* model) { model->tune(); }
+
+// [kFormats, kRowClasses, 2] panels and rows of the variants that `ts_tune` has chosen.
+TS_API void ts_variants(const ts::Model* model, int32_t* variants) {
+  std::memcpy(variants, model->chosen, sizeof(model->chosen));
+}
+
 // [kPhases] seconds since the model was made.
 TS_API void ts_phases(const ts::Model* model, double* seconds) { std::copy(model->phase_s, model->phase_s + ts::kPhases, seconds); }
 
@@ -85,18 +92,20 @@ TS_API void ts_write_token(const ts::KvCache* cache, int32_t layer, int32_t bloc
   ts::write_block(*cache, layer, block, head, offset, 1, keys, values, 0, false);
 }
 
-// outputs [num_rows, strips * 64] = inputs [num_rows, columns] by the packed matrix, on one thread: to try and to time a kernel.
-TS_API void ts_multiply(const ts::Linear* linear, const float* inputs, int32_t num_rows, float* outputs) {
+// outputs [num_rows, strips * 64] = inputs [num_rows, columns] by the packed matrix, on one thread: to try a variant of the kernel.
+TS_API void ts_multiply(const ts::Linear* linear, int32_t variant, const float* inputs, int32_t num_rows, float* outputs) {
   ts::Inputs prepared;
   prepared.reserve(num_rows, linear->columns);
   for (int row = 0; row < num_rows; ++row)
     prepared.set(linear->format, row, inputs + static_cast<size_t>(row) * linear->columns, linear->columns);
   const int width = linear->num_strips() * ts::kStrip;
   std::vector<float> tile(static_cast<size_t>(num_rows) * ts::kStrip);
-  for (int strip = 0; strip < linear->num_strips(); ++strip) {
-    ts::multiply(*linear, strip, prepared, 0, num_rows, tile.data());
+  const ts::Variant chosen = ts::variants(linear->format).at(variant);
+  for (int panel = 0; panel < linear->num_panels(); panel += chosen.panels) {
+    ts::multiply(*linear, chosen, panel, prepared, 0, num_rows, tile.data());
     for (int row = 0; row < num_rows; ++row)
-      std::copy_n(tile.data() + row * ts::kStrip, ts::kStrip, outputs + static_cast<size_t>(row) * width + strip * ts::kStrip);
+      std::copy_n(tile.data() + row * ts::kStrip, chosen.panels * ts::kPanel,
+                  outputs + static_cast<size_t>(row) * width + panel * ts::kPanel);
   }
 }
 

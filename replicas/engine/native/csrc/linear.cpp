@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <limits>
+#include <utility>
 
 #if TS_X86
 // Loops over what is held in registers: left to itself, the compiler puts large ones into memory.
@@ -118,42 +119,58 @@ void multiply_integers(const uint8_t* panel, int columns, const Inputs& inputs, 
     for (int p = 0; p < P; ++p) store(tile + r * kStrip + p * kPanel, sum[r][p]);
 }
 
-template <bool kNarrow, int R>
-void strip_of_floats(const Linear& linear, const uint8_t* strip, const Inputs& inputs, int first_row, float* tile) {
-  const size_t row_bytes = input_bytes(linear.format, linear.columns);
-  const uint8_t* input = inputs.numbers.data() + first_row * row_bytes;
-  const int steps = linear.columns / (kNarrow ? 2 : 1);
-  multiply_floats<kNarrow, R, 4>(strip, input, row_bytes, steps, tile);
-}
-
-template <Format F, int R>
-void strip_of_integers(const Linear& linear, const uint8_t* strip, const Inputs& inputs, int first_row, float* tile) {
-  constexpr size_t kStep = F == Format::kInt4 ? 4 * 64 + 2 * kHalves : F == Format::kInt8 ? kInt8Step : kInt8Step + kHalves;
-  constexpr int kPanels = R == 1 ? 4 : R == 2 ? 2 : 1;  // one row needs four panels for enough sums under way
-  for (int p = 0; p < 4; p += kPanels)
-    multiply_integers<F, R, kPanels>(strip + p * kStep, linear.columns, inputs, first_row, p == 0, tile + p * kPanel);
-}
-
+// R rows of a product by P neighbouring panels of a strip.
 using Kernel = void (*)(const Linear&, const uint8_t*, const Inputs&, int, float*);
 
-constexpr int kFloatRows = 6, kIntegerRows = 8;
-const Kernel kFp32Kernels[] = {strip_of_floats<false, 1>, strip_of_floats<false, 2>, strip_of_floats<false, 3>,
-                               strip_of_floats<false, 4>, strip_of_floats<false, 5>, strip_of_floats<false, 6>};
-const Kernel kBf16Kernels[] = {strip_of_floats<true, 1>, strip_of_floats<true, 2>, strip_of_floats<true, 3>,
-                               strip_of_floats<true, 4>, strip_of_floats<true, 5>, strip_of_floats<true, 6>};
-#define TS_INTEGER_KERNELS(F)                                                                            \
-  {strip_of_integers<F, 1>, strip_of_integers<F, 2>, strip_of_integers<F, 3>, strip_of_integers<F, 4>, \
-   strip_of_integers<F, 5>, strip_of_integers<F, 6>, strip_of_integers<F, 7>, strip_of_integers<F, 8>}
-const Kernel kInt8Kernels[] = TS_INTEGER_KERNELS(Format::kInt8);
-const Kernel kInt8G32Kernels[] = TS_INTEGER_KERNELS(Format::kInt8G32);
-const Kernel kInt4Kernels[] = TS_INTEGER_KERNELS(Format::kInt4);
-const Kernel* const kKernels[] = {kFp32Kernels, kBf16Kernels, kInt8Kernels, kInt8G32Kernels, kInt4Kernels};
+template <bool kNarrow, int R, int P>
+void rows_of_floats(const Linear& linear, const uint8_t* panel, const Inputs& inputs, int first_row, float* tile) {
+  const size_t row_bytes = input_bytes(linear.format, linear.columns);
+  const uint8_t* input = inputs.numbers.data() + first_row * row_bytes;
+  multiply_floats<kNarrow, R, P>(panel, input, row_bytes, linear.columns / (kNarrow ? 2 : 1), tile);
+}
+
+template <Format F, int R, int P>
+void rows_of_integers(const Linear& linear, const uint8_t* panel, const Inputs& inputs, int first_row, float* tile) {
+  constexpr size_t kStep = F == Format::kInt4 ? 4 * 64 + 2 * kHalves : F == Format::kInt8 ? kInt8Step : kInt8Step + kHalves;
+  // One row needs many panels for enough sums under way, many rows have no registers for more than one.
+  constexpr int kAtOnce = R == 1 ? P : R == 2 ? 2 : 1;
+  for (int p = 0; p < P; p += kAtOnce)
+    multiply_integers<F, R, kAtOnce>(panel + p * kStep, linear.columns, inputs, first_row, p == 0, tile + p * kPanel);
+}
+
+constexpr int kMostRows = 12;
+struct Kernels {
+  Kernel of[kMostRows];  // by rows - 1
+};
+
+template <bool kNarrow, int P, int... R>
+Kernels floats(std::integer_sequence<int, R...>) {
+  return {{rows_of_floats<kNarrow, R + 1, P>...}};
+}
+template <Format F, int P, int... R>
+Kernels integers(std::integer_sequence<int, R...>) {
+  return {{rows_of_integers<F, R + 1, P>...}};
+}
+template <int N>
+using Rows = std::make_integer_sequence<int, N>;
+
+// By format, and by panels: two or four. The sums of all must fit into 32 registers, with what they are made of.
+const Kernels kKernels[5][2] = {
+    {floats<false, 2>(Rows<12>()), floats<false, 4>(Rows<6>())},
+    {floats<true, 2>(Rows<12>()), floats<true, 4>(Rows<6>())},
+    {integers<Format::kInt8, 2>(Rows<8>()), integers<Format::kInt8, 4>(Rows<8>())},
+    {integers<Format::kInt8G32, 2>(Rows<8>()), integers<Format::kInt8G32, 4>(Rows<8>())},
+    {integers<Format::kInt4, 2>(Rows<8>()), integers<Format::kInt4, 4>(Rows<8>())},
+};
 
 }  // namespace
 
 size_t Linear::strip_bytes() const { return 4 * panel_step_bytes(format) * (columns / step_columns(format)); }
 
-int rows_at_once(Format format) { return is_integer(format) ? kIntegerRows : kFloatRows; }
+std::vector<Variant> variants(Format format) {
+  if (is_integer(format)) return {{4, 8}, {2, 8}, {4, 4}, {2, 4}};
+  return {{4, 6}, {2, 12}, {2, 8}, {4, 4}};
+}
 
 void Inputs::reserve(int num_rows, int columns) {
   const size_t room = static_cast<size_t>(num_rows) * columns, num_groups = room / input_group(Format::kInt4);
@@ -202,10 +219,11 @@ void Inputs::set(Format format, int row, const float* from, int columns) {
   if (std::isnan(_mm512_reduce_add_ps(zero_if_finite))) scale[first_group] = std::numeric_limits<float>::quiet_NaN();
 }
 
-void multiply(const Linear& linear, int strip, const Inputs& inputs, int first_row, int num_rows, float* tile) {
-  const uint8_t* data = linear.data + strip * linear.strip_bytes();
-  const Kernel* kernels = kKernels[static_cast<int>(linear.format)];
-  const int most = rows_at_once(linear.format), parts = (num_rows + most - 1) / most;
+void multiply(const Linear& linear, Variant variant, int first_panel, const Inputs& inputs, int first_row, int num_rows,
+              float* tile) {
+  const uint8_t* data = linear.data + first_panel / 4 * linear.strip_bytes() + first_panel % 4 * panel_step_bytes(linear.format);
+  const Kernel* kernels = kKernels[static_cast<int>(linear.format)][variant.panels == 4].of;
+  const int parts = (num_rows + variant.rows - 1) / variant.rows;
   for (int part = 0, row = 0; part < parts; ++part) {
     const int count = num_rows / parts + (part < num_rows % parts);
     kernels[count - 1](linear, data, inputs, first_row + row, tile + row * kStrip);
@@ -213,10 +231,10 @@ void multiply(const Linear& linear, int strip, const Inputs& inputs, int first_r
   }
   if (linear.scale == nullptr && linear.bias == nullptr) return;
   for (int row = 0; row < num_rows; ++row)
-    for (int p = 0; p < kStrip; p += kPanel) {
+    for (int p = 0; p < variant.panels * kPanel; p += kPanel) {
       __m512 value = load(tile + row * kStrip + p);
-      if (linear.scale != nullptr) value = _mm512_mul_ps(value, load(linear.scale + strip * kStrip + p));
-      if (linear.bias != nullptr) value = _mm512_add_ps(value, load(linear.bias + strip * kStrip + p));
+      if (linear.scale != nullptr) value = _mm512_mul_ps(value, load(linear.scale + first_panel * kPanel + p));
+      if (linear.bias != nullptr) value = _mm512_add_ps(value, load(linear.bias + first_panel * kPanel + p));
       store(tile + row * kStrip + p, value);
     }
 }

@@ -36,6 +36,7 @@ struct Linear {
   const float* scale = nullptr;  // int8: [rows, padded to strips]
   const float* bias = nullptr;   // or none: [rows, padded]
 
+  int num_panels() const { return num_strips() * (kStrip / kPanel); }
   int num_strips() const { return (rows + kStrip - 1) / kStrip; }
   size_t strip_bytes() const;
   size_t bytes() const { return strip_bytes() * num_strips(); }
@@ -55,11 +56,17 @@ struct Inputs {
   void set(Format format, int row, const float* numbers, int columns);
 };
 
-// tile[row * 64 + output]: the strip's outputs for `num_rows` rows of `inputs` from `first_row`, bias and scale included.
-void multiply(const Linear& linear, int strip, const Inputs& inputs, int first_row, int num_rows, float* tile);
+// How a product goes through a matrix: so many panels at a time (2 or 4), with at most so many rows in registers. All give the
+// same numbers; which is fastest depends on the machine and on the number of rows, and is measured when a model is loaded.
+struct Variant {
+  int32_t panels, rows;
+};
+std::vector<Variant> variants(Format format);
 
-// Most rows that `multiply` keeps in registers at once.
-int rows_at_once(Format format);
+// tile[row * 64 + output]: the outputs of panels [first_panel, first_panel + variant.panels) for `num_rows` rows of `inputs`
+// from `first_row`, bias and scale included.
+void multiply(const Linear& linear, Variant variant, int first_panel, const Inputs& inputs, int first_row, int num_rows,
+              float* tile);
 
 // Fills `linear.data` from row-major numbers: fp32 [rows, columns], bf16 [rows, columns], int8 [rows, columns], or int4
 // [rows, columns / 2] in GGUF's order; `scale` and `minimum` are fp16 [rows, columns / 32] where the format has them.

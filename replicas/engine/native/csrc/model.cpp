@@ -13,6 +13,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kTaskRows = 48;
+constexpr size_t kTunedLinears = 24;  // enough of them not to lie in a cache, few enough to take a tenth of a second
 // Up to so many rows every thread prepares a product's inputs for itself: that takes less time than meeting at a barrier.
 constexpr int kOwnRows = 2;
 
@@ -47,6 +48,8 @@ Model::Model(const Shape& shape, const float* cos, const float* sin)
       mlp_width_((shape.mlp + kGroup - 1) / kGroup * kGroup),
       group_(shape.heads / shape.kv_heads),
       tasks_(static_cast<size_t>(shape.layers) * 10 + 8) {
+  for (int format = 0; format < kFormats; ++format)
+    std::fill_n(chosen[format], kRowClasses, variants(static_cast<Format>(format)).front());
   for (int index = 0; index < shape.threads; ++index) {
     threads_.push_back(std::make_unique<Thread>());
     threads_.back()->index = index;
@@ -124,7 +127,7 @@ int Model::num_parts(const Batch& batch, const Item& item) const {
 void Model::sync(Thread& own, Phase phase) {
   pool.barrier();
   ++own.next_tasks;
-  if (own.index != 0) return;
+  if (own.index != 0 || phase == kPhases) return;
   const Clock::time_point now = Clock::now();
   phase_s[phase] += std::chrono::duration<double>(now - own.since).count();
   own.since = now;
@@ -156,42 +159,93 @@ const Inputs& Model::prepare(Format format, const float* from, int columns, cons
   return inputs;
 }
 
+// store(first output, number of outputs, row, tile of the row)
 template <class Store>
-void Model::product(const Linear& linear, const Inputs& inputs, int num_rows, Thread& own, Store store) {
+void Model::product(const Linear& linear, Variant variant, const Inputs& inputs, int num_rows, Thread& own, Store store) {
   Tasks& tasks = tasks_[own.next_tasks];
-  const int strips = linear.num_strips();
-  int chunks = (num_rows + kTaskRows - 1) / kTaskRows;
-  // Few strips don't divide evenly among the threads: share their rows out as well, where that keeps the registers full.
-  while (num_rows >= 8 && strips * chunks < 16 * pool.size() && num_rows / (chunks + 1) >= 16) ++chunks;
-  for (int task = tasks.take(); task < strips * chunks; task = tasks.take()) {
-    const int strip = task / chunks, chunk = task % chunks;
+  const int panels = linear.num_panels() / variant.panels, chunks = (num_rows + kTaskRows - 1) / kTaskRows;
+  for (int task = tasks.take(); task < panels * chunks; task = tasks.take()) {
+    const int panel = task / chunks * variant.panels, chunk = task % chunks;
     const int first = num_rows * chunk / chunks, end = num_rows * (chunk + 1) / chunks;
-    multiply(linear, strip, inputs, first, end - first, own.tile.data());
-    for (int row = first; row < end; ++row) store(strip, row, own.tile.data() + (row - first) * kStrip);
+    multiply(linear, variant, panel, inputs, first, end - first, own.tile.data());
+    for (int row = first; row < end; ++row)
+      store(panel * kPanel, variant.panels * kPanel, row, own.tile.data() + (row - first) * kStrip);
+  }
+}
+
+Variant Model::variant_for(Format format, int num_rows) const {
+  int row_class = 0;
+  while (row_class + 1 < kRowClasses && num_rows > 1 << row_class) ++row_class;
+  return chosen[static_cast<int>(format)][row_class];
+}
+
+double Model::seconds_of(const std::vector<const Linear*>& linears, Variant variant, int num_rows) {
+  double least = 1e9;
+  for (int round = 0; round < 3; ++round) {
+    for (Tasks& one : tasks_) one.reset();
+    for (auto& thread : threads_) thread->next_tasks = 0;
+    const Clock::time_point start = Clock::now();
+    pool.run([&](int thread) {
+      for (const Linear* linear : linears) {
+        product(*linear, variant, inputs_, num_rows, *threads_[thread], [](int, int, int, const float*) {});
+        sync(*threads_[thread], kPhases);
+      }
+    });
+    least = std::min(least, std::chrono::duration<double>(Clock::now() - start).count());
+  }
+  return least;
+}
+
+void Model::tune() {
+  const int widest = std::max({shape.hidden, mlp_width_, shape.heads * shape.dim});
+  for (int format = 0; format < kFormats; ++format) {
+    std::vector<const Linear*> linears;
+    for (const Layer& layer : layers)
+      for (const Linear* linear : {&layer.qkv, &layer.down})  // few panels, and many columns
+        if (linear->format == static_cast<Format>(format)) linears.push_back(linear);
+    if (linears.empty() && head.format == static_cast<Format>(format)) linears.push_back(&head);
+    if (linears.empty()) continue;
+    if (linears.size() > kTunedLinears) linears.resize(kTunedLinears);
+    for (int row_class = 0; row_class < kRowClasses; ++row_class) {
+      const int num_rows = std::min(1 << row_class, kTaskRows);
+      inputs_.reserve(num_rows, widest);
+      double least = 1e9;
+      for (const Variant variant : variants(static_cast<Format>(format))) {
+        const double seconds = seconds_of(linears, variant, num_rows);
+        if (seconds >= least) continue;
+        least = seconds;
+        chosen[format][row_class] = variant;
+      }
+    }
   }
 }
 
 void Model::run(const Batch& batch, int thread) {
   Thread& own = *threads_[thread];
   own.since = Clock::now();
-  const int rows = batch.num_rows, hidden = shape.hidden, attended = shape.heads * shape.dim;
-  const auto store_into = [](std::vector<float>& to, int width) {
-    return [&to, width](int strip, int row, const float* tile) {
-      const int count = std::min(kStrip, width - strip * kStrip);
-      std::memcpy(to.data() + static_cast<size_t>(row) * width + strip * kStrip, tile, count * sizeof(float));
+  const int rows = batch.num_rows, hidden = shape.hidden;
+  const auto store_into = [](float* to, int width) {
+    return [to, width](int first, int count, int row, const float* tile) {  // the last panels may be padding
+      if (first < width) std::memcpy(to + static_cast<size_t>(row) * width + first, tile, std::min(count, width - first) * sizeof(float));
     };
   };
-  const auto add_to_hidden = [&](int strip, int row, const float* tile) {
-    float* to = hidden_.data() + static_cast<size_t>(row) * hidden + strip * kStrip;
-    for (int i = 0; i < std::min(kStrip, hidden - strip * kStrip); ++i) to[i] += tile[i];
+  const auto add_to_hidden = [&](int first, int count, int row, const float* tile) {
+    float* to = hidden_.data() + static_cast<size_t>(row) * hidden + first;
+    for (int i = 0; i < std::min(count, hidden - first); ++i) to[i] += tile[i];
   };
-  const auto gate = [&](int strip, int row, const float* tile) {
-    float* to = mlp_.data() + static_cast<size_t>(row) * mlp_width_ + strip * kStrip / 2;
-    for (int half = 0; half < 2; ++half) {
-      const __m512 g = load(tile + half * 32), u = load(tile + half * 32 + 16);
+  const auto gate = [&](int first, int count, int row, const float* tile) {
+    float* to = mlp_.data() + static_cast<size_t>(row) * mlp_width_ + first / 2;
+    for (int pair = 0; pair < count / 32 && first / 2 + pair * kLanes < mlp_width_; ++pair) {
+      const __m512 g = load(tile + pair * 32), u = load(tile + pair * 32 + 16);
       const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), exp(_mm512_sub_ps(_mm512_setzero_ps(), g)));
-      ts::store(to + half * kLanes, _mm512_mul_ps(_mm512_div_ps(g, below), u));
+      ts::store(to + pair * kLanes, _mm512_mul_ps(_mm512_div_ps(g, below), u));
     }
+  };
+  // `from` [rows, columns] as a product's inputs, normalized if there is a weight for that, through the matrix.
+  const auto apply = [&](const Linear& linear, const float* from, const float* weight, const int32_t* which, int count,
+                         const auto& to) {
+    const Inputs& inputs = prepare(linear.format, from, linear.columns, weight, which, count, own);
+    product(linear, variant_for(linear.format, count), inputs, count, own, to);
   };
 
   for (int row = tasks_[0].take(); row < rows; row = tasks_[0].take())
@@ -199,26 +253,18 @@ void Model::run(const Batch& batch, int thread) {
   sync(own, kEmbed);
   for (int index = 0; index < shape.layers; ++index) {
     const Layer& layer = layers[index];
-    product(layer.qkv, prepare(layer.qkv.format, hidden_.data(), hidden, layer.attention_norm, nullptr, rows, own), rows, own,
-            store_into(qkv_, qkv_width_));
+    apply(layer.qkv, hidden_.data(), layer.attention_norm, nullptr, rows, store_into(qkv_.data(), qkv_width_));
     sync(own, kQkv);
     attention(batch, index, own);
-    product(layer.output, prepare(layer.output.format, attended_.data(), attended, nullptr, nullptr, rows, own), rows, own,
-            add_to_hidden);
+    apply(layer.output, attended_.data(), nullptr, nullptr, rows, add_to_hidden);
     sync(own, kOutput);
-    product(layer.gate_up, prepare(layer.gate_up.format, hidden_.data(), hidden, layer.mlp_norm, nullptr, rows, own), rows, own,
-            gate);
+    apply(layer.gate_up, hidden_.data(), layer.mlp_norm, nullptr, rows, gate);
     sync(own, kGateUp);
-    product(layer.down, prepare(layer.down.format, mlp_.data(), mlp_width_, nullptr, nullptr, rows, own), rows, own,
-            add_to_hidden);
+    apply(layer.down, mlp_.data(), nullptr, nullptr, rows, add_to_hidden);
     sync(own, kDown);
   }
   if (batch.num_samples == 0) return;
-  product(head, prepare(head.format, hidden_.data(), hidden, norm, batch.sample_rows, batch.num_samples, own),
-          batch.num_samples, own, [&](int strip, int row, const float* tile) {
-            const int count = std::min(kStrip, shape.vocab - strip * kStrip);
-            std::memcpy(batch.logits + static_cast<size_t>(row) * shape.vocab + strip * kStrip, tile, count * sizeof(float));
-          });
+  apply(head, hidden_.data(), norm, batch.sample_rows, batch.num_samples, store_into(batch.logits, shape.vocab));
   sync(own, kHead);
   Tasks& tasks = tasks_[own.next_tasks];
   for (int row = tasks.take(); row < batch.num_samples; row = tasks.take()) {

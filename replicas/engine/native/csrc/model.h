@@ -36,6 +36,9 @@ struct Layer {
   Linear qkv, output, gate_up, down;  // gate_up: 16 rows of gate, 16 of up, 16 of gate, ...
 };
 
+constexpr int kFormats = 5;
+constexpr int kRowClasses = 7;  // 1, 2, 3-4, 5-8, 9-16, 17-32, more rows
+
 enum Phase { kEmbed, kQkv, kRotate, kAttend, kOutput, kGateUp, kDown, kHead, kBest, kPhases };
 
 class Model {
@@ -43,6 +46,8 @@ class Model {
   Model(const Shape& shape, const float* cos, const float* sin);
   ~Model();
   void forward(const Batch& batch);
+  // Measures, for each format that a layer has, which variant of its product is fastest at 1, 2, 3 to 4, 5 to 8, ... rows.
+  void tune();
 
   const Shape shape;
   std::vector<Layer> layers;
@@ -50,6 +55,7 @@ class Model {
   const float* norm = nullptr;
   KvCache cache;
   Pool pool;
+  Variant chosen[kFormats][kRowClasses];
   double phase_s[kPhases] = {};  // thread 0's time in each, waiting included, since the model was made
 
  private:
@@ -72,7 +78,9 @@ class Model {
   const Inputs& prepare(Format format, const float* from, int columns, const float* norm, const int32_t* rows, int num_rows,
                         Thread& own);
   template <class Store>
-  void product(const Linear& linear, const Inputs& inputs, int num_rows, Thread& own, Store store);
+  void product(const Linear& linear, Variant variant, const Inputs& inputs, int num_rows, Thread& own, Store store);
+  Variant variant_for(Format format, int num_rows) const;
+  double seconds_of(const std::vector<const Linear*>& linears, Variant variant, int num_rows);
   void sync(Thread& own, Phase phase);
   int num_parts(const Batch& batch, const Item& item) const;
 
