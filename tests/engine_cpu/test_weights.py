@@ -56,7 +56,8 @@ def write_gguf(path, architecture_name, config, tensors, **metadata):
     for key, value in metadata.items():
         writer.add_uint32(f"{architecture_name}.{key}", value)
     for name, tensor in tensors.items():
-        writer.add_tensor(name, tensor)
+        data, kind = tensor if isinstance(tensor, tuple) else (tensor, None)  # quantized bytes and what they are
+        writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

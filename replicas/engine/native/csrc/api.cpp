@@ -102,7 +102,7 @@ TS_API void ts_multiply(const ts::Linear* linear, int32_t variant, const float* 
   std::vector<float> tile(static_cast<size_t>(num_rows) * ts::kStrip);
   const ts::Variant chosen = ts::variants(linear->format).at(variant);
   for (int panel = 0; panel < linear->num_panels(); panel += chosen.panels) {
-    ts::multiply(*linear, chosen, panel, prepared, 0, num_rows, tile.data());
+    ts::multiply(*linear, chosen, panel, prepared, 0, num_rows, {}, tile.data());
     for (int row = 0; row < num_rows; ++row)
       std::copy_n(tile.data() + row * ts::kStrip, chosen.panels * ts::kPanel,
                   outputs + static_cast<size_t>(row) * width + panel * ts::kPanel);

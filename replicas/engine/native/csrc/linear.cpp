@@ -35,16 +35,30 @@ size_t input_bytes(Format format, int columns) {
 
 bool is_integer(Format format) { return step_columns(format) == kGroup; }
 
+// Asks for `lines` lines of memory a step.
+struct Ahead {
+  const uint8_t* data;
+  int lines;
+
+  void ask(size_t step) const {
+    const char* from = reinterpret_cast<const char*>(data) + step * lines * 64;
+    for (int line = 0; line < lines; ++line) _mm_prefetch(from + line * 64, _MM_HINT_T1);
+  }
+};
+
 // R rows by P neighbouring panels of a strip, all of K in order. The two floating-point formats differ in one instruction.
 template <bool kNarrow, int R, int P>
-void multiply_floats(const uint8_t* panel, const uint8_t* input, size_t row_bytes, int steps, float* tile) {
+void multiply_floats(const uint8_t* panel, const uint8_t* input, size_t row_bytes, int steps, Ahead ahead, float* tile) {
   __m512 sum[R][P];
   for (int r = 0; r < R; ++r)
     for (int p = 0; p < P; ++p) sum[r][p] = _mm512_setzero_ps();
   for (int step = 0; step < steps; ++step, panel += 4 * 64) {
     __m512i weight[P];
     for (int p = 0; p < P; ++p) weight[p] = _mm512_loadu_si512(panel + p * 64);
-    for (int p = 0; p < P; ++p) _mm_prefetch(reinterpret_cast<const char*>(panel) + kAhead + p * 64, _MM_HINT_T0);
+    if (R <= 2)
+      for (int p = 0; p < P; ++p) _mm_prefetch(reinterpret_cast<const char*>(panel) + kAhead + p * 64, _MM_HINT_T0);
+    else
+      ahead.ask(step);
     for (int r = 0; r < R; ++r) {
       const __m512i x = spread(input + r * row_bytes + step * 4);
       for (int p = 0; p < P; ++p)
@@ -58,7 +72,7 @@ void multiply_floats(const uint8_t* panel, const uint8_t* input, size_t row_byte
 
 // The same for the integer formats: exact dot products of a group of inputs, then fp32.
 template <Format F, int R, int P>
-void multiply_integers(const uint8_t* panel, int columns, const Inputs& inputs, int first_row, bool ask_ahead, float* tile) {
+void multiply_integers(const uint8_t* panel, int columns, const Inputs& inputs, int first_row, Ahead ahead, float* tile) {
   constexpr size_t kStep = F == Format::kInt4 ? 4 * 64 + 2 * kHalves : F == Format::kInt8 ? kInt8Step : kInt8Step + kHalves;
   const size_t groups = columns / kGroup, row_bytes = columns;
   const uint8_t* input = inputs.numbers.data() + first_row * row_bytes;
@@ -73,10 +87,13 @@ void multiply_integers(const uint8_t* panel, int columns, const Inputs& inputs, 
     TS_UNROLL
     for (int p = 0; p < P; ++p) sum[r][p] = _mm512_setzero_ps();
   for (size_t group = 0; group < groups; ++group, panel += 4 * kStep, input += kGroup) {
-    if (ask_ahead)
+    if (R <= 2) {
       TS_UNROLL
-      for (size_t line = 0; line < 4 * kStep; line += 64)
+      for (size_t line = 0; line < P * kStep; line += 64)
         _mm_prefetch(reinterpret_cast<const char*>(panel) + kAhead + line, _MM_HINT_T0);
+    } else {
+      ahead.ask(group);
+    }
     TS_UNROLL
     for (int p = 0; p < P; ++p) {
       const uint8_t* weights = panel + p * kStep;
@@ -120,22 +137,29 @@ void multiply_integers(const uint8_t* panel, int columns, const Inputs& inputs, 
 }
 
 // R rows of a product by P neighbouring panels of a strip.
-using Kernel = void (*)(const Linear&, const uint8_t*, const Inputs&, int, float*);
+using Kernel = void (*)(const Linear&, const uint8_t*, const Inputs&, int, Next, float*);
 
 template <bool kNarrow, int R, int P>
-void rows_of_floats(const Linear& linear, const uint8_t* panel, const Inputs& inputs, int first_row, float* tile) {
+void rows_of_floats(const Linear& linear, const uint8_t* panel, const Inputs& inputs, int first_row, Next next,
+                    float* tile) {
   const size_t row_bytes = input_bytes(linear.format, linear.columns);
   const uint8_t* input = inputs.numbers.data() + first_row * row_bytes;
-  multiply_floats<kNarrow, R, P>(panel, input, row_bytes, linear.columns / (kNarrow ? 2 : 1), tile);
+  const int steps = linear.columns / (kNarrow ? 2 : 1);
+  const Ahead ahead{next.data, static_cast<int>((next.bytes / 64 + steps - 1) / steps)};
+  multiply_floats<kNarrow, R, P>(panel, input, row_bytes, steps, ahead, tile);
 }
 
 template <Format F, int R, int P>
-void rows_of_integers(const Linear& linear, const uint8_t* panel, const Inputs& inputs, int first_row, float* tile) {
+void rows_of_integers(const Linear& linear, const uint8_t* panel, const Inputs& inputs, int first_row, Next next,
+                      float* tile) {
   constexpr size_t kStep = F == Format::kInt4 ? 4 * 64 + 2 * kHalves : F == Format::kInt8 ? kInt8Step : kInt8Step + kHalves;
   // One row needs many panels for enough sums under way, many rows have no registers for more than one.
   constexpr int kAtOnce = R == 1 ? P : R == 2 ? 2 : 1;
-  for (int p = 0; p < P; p += kAtOnce)
-    multiply_integers<F, R, kAtOnce>(panel + p * kStep, linear.columns, inputs, first_row, p == 0, tile + p * kPanel);
+  const size_t share = next.bytes * kAtOnce / P, groups = linear.columns / kGroup;
+  for (int p = 0; p < P; p += kAtOnce) {
+    const Ahead ahead{next.data + p / kAtOnce * share, static_cast<int>((share / 64 + groups - 1) / groups)};
+    multiply_integers<F, R, kAtOnce>(panel + p * kStep, linear.columns, inputs, first_row, ahead, tile + p * kPanel);
+  }
 }
 
 constexpr int kMostRows = 12;
@@ -166,6 +190,13 @@ const Kernels kKernels[5][2] = {
 }  // namespace
 
 size_t Linear::strip_bytes() const { return 4 * panel_step_bytes(format) * (columns / step_columns(format)); }
+
+// Whole strips: panels of one lie among each other.
+Next Linear::panels(int first_panel, int num_panels) const {
+  const int strip = first_panel / 4;
+  if (first_panel % 4 != 0 || strip >= num_strips()) return {};
+  return {data + strip * strip_bytes(), strip_bytes() * static_cast<size_t>((num_panels + 3) / 4)};
+}
 
 std::vector<Variant> variants(Format format) {
   if (is_integer(format)) return {{4, 8}, {2, 8}, {4, 4}, {2, 4}};
@@ -220,13 +251,14 @@ void Inputs::set(Format format, int row, const float* from, int columns) {
 }
 
 void multiply(const Linear& linear, Variant variant, int first_panel, const Inputs& inputs, int first_row, int num_rows,
-              float* tile) {
+              Next next, float* tile) {
   const uint8_t* data = linear.data + first_panel / 4 * linear.strip_bytes() + first_panel % 4 * panel_step_bytes(linear.format);
   const Kernel* kernels = kKernels[static_cast<int>(linear.format)][variant.panels == 4].of;
   const int parts = (num_rows + variant.rows - 1) / variant.rows;
   for (int part = 0, row = 0; part < parts; ++part) {
     const int count = num_rows / parts + (part < num_rows % parts);
-    kernels[count - 1](linear, data, inputs, first_row + row, tile + row * kStrip);
+    const size_t begin = next.bytes * part / parts / 64 * 64, end = next.bytes * (part + 1) / parts / 64 * 64;
+    kernels[count - 1](linear, data, inputs, first_row + row, {next.data + begin, end - begin}, tile + row * kStrip);
     row += count;
   }
   if (linear.scale == nullptr && linear.bias == nullptr) return;

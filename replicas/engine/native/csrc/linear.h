@@ -28,6 +28,12 @@ constexpr int kGroup = 32;
 // many rows take a quarter longer: int8, whose weights alone cost as much, takes 32.
 constexpr int input_group(Format format) { return format == Format::kInt8 ? 32 : 16; }
 
+// What will be needed next: a product of many rows asks memory for it while it multiplies.
+struct Next {
+  const uint8_t* data = nullptr;
+  size_t bytes = 0;
+};
+
 struct Linear {
   Format format = Format::kFp32;
   int32_t rows = 0;     // outputs
@@ -39,6 +45,7 @@ struct Linear {
   int num_panels() const { return num_strips() * (kStrip / kPanel); }
   int num_strips() const { return (rows + kStrip - 1) / kStrip; }
   size_t strip_bytes() const;
+  Next panels(int first_panel, int num_panels) const;
   size_t bytes() const { return strip_bytes() * num_strips(); }
 };
 
@@ -66,7 +73,7 @@ std::vector<Variant> variants(Format format);
 // tile[row * 64 + output]: the outputs of panels [first_panel, first_panel + variant.panels) for `num_rows` rows of `inputs`
 // from `first_row`, bias and scale included.
 void multiply(const Linear& linear, Variant variant, int first_panel, const Inputs& inputs, int first_row, int num_rows,
-              float* tile);
+              Next next, float* tile);
 
 // Fills `linear.data` from row-major numbers: fp32 [rows, columns], bf16 [rows, columns], int8 [rows, columns], or int4
 // [rows, columns / 2] in GGUF's order; `scale` and `minimum` are fp16 [rows, columns / 32] where the format has them.

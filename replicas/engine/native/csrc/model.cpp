@@ -161,13 +161,19 @@ const Inputs& Model::prepare(Format format, const float* from, int columns, cons
 
 // store(first output, number of outputs, row, tile of the row)
 template <class Store>
-void Model::product(const Linear& linear, Variant variant, const Inputs& inputs, int num_rows, Thread& own, Store store) {
+void Model::product(const Linear& linear, Variant variant, const Inputs& inputs, int num_rows, const Linear* after, Thread& own,
+                    Store store) {
   Tasks& tasks = tasks_[own.next_tasks];
   const int panels = linear.num_panels() / variant.panels, chunks = (num_rows + kTaskRows - 1) / kTaskRows;
   for (int task = tasks.take(); task < panels * chunks; task = tasks.take()) {
     const int panel = task / chunks * variant.panels, chunk = task % chunks;
     const int first = num_rows * chunk / chunks, end = num_rows * (chunk + 1) / chunks;
-    multiply(linear, variant, panel, inputs, first, end - first, own.tile.data());
+    // Who takes the task after the next ones will most likely be this thread; after the last come those of the next product.
+    const int later = panel + variant.panels * pool.size();
+    Next next;
+    if (chunk == 0 && later < linear.num_panels()) next = linear.panels(later, variant.panels);
+    else if (chunk == 0 && after != nullptr) next = after->panels(later - linear.num_panels(), 4);
+    multiply(linear, variant, panel, inputs, first, end - first, next, own.tile.data());
     for (int row = first; row < end; ++row)
       store(panel * kPanel, variant.panels * kPanel, row, own.tile.data() + (row - first) * kStrip);
   }
@@ -187,7 +193,7 @@ double Model::seconds_of(const std::vector<const Linear*>& linears, Variant vari
     const Clock::time_point start = Clock::now();
     pool.run([&](int thread) {
       for (const Linear* linear : linears) {
-        product(*linear, variant, inputs_, num_rows, *threads_[thread], [](int, int, int, const float*) {});
+        product(*linear, variant, inputs_, num_rows, nullptr, *threads_[thread], [](int, int, int, const float*) {});
         sync(*threads_[thread], kPhases);
       }
     });
@@ -243,9 +249,9 @@ void Model::run(const Batch& batch, int thread) {
   };
   // `from` [rows, columns] as a product's inputs, normalized if there is a weight for that, through the matrix.
   const auto apply = [&](const Linear& linear, const float* from, const float* weight, const int32_t* which, int count,
-                         const auto& to) {
+                         const Linear* after, const auto& to) {
     const Inputs& inputs = prepare(linear.format, from, linear.columns, weight, which, count, own);
-    product(linear, variant_for(linear.format, count), inputs, count, own, to);
+    product(linear, variant_for(linear.format, count), inputs, count, after, own, to);
   };
 
   for (int row = tasks_[0].take(); row < rows; row = tasks_[0].take())
@@ -253,18 +259,18 @@ void Model::run(const Batch& batch, int thread) {
   sync(own, kEmbed);
   for (int index = 0; index < shape.layers; ++index) {
     const Layer& layer = layers[index];
-    apply(layer.qkv, hidden_.data(), layer.attention_norm, nullptr, rows, store_into(qkv_.data(), qkv_width_));
+    apply(layer.qkv, hidden_.data(), layer.attention_norm, nullptr, rows, &layer.output, store_into(qkv_.data(), qkv_width_));
     sync(own, kQkv);
     attention(batch, index, own);
-    apply(layer.output, attended_.data(), nullptr, nullptr, rows, add_to_hidden);
+    apply(layer.output, attended_.data(), nullptr, nullptr, rows, &layer.gate_up, add_to_hidden);
     sync(own, kOutput);
-    apply(layer.gate_up, hidden_.data(), layer.mlp_norm, nullptr, rows, gate);
+    apply(layer.gate_up, hidden_.data(), layer.mlp_norm, nullptr, rows, &layer.down, gate);
     sync(own, kGateUp);
-    apply(layer.down, mlp_.data(), nullptr, nullptr, rows, add_to_hidden);
+    apply(layer.down, mlp_.data(), nullptr, nullptr, rows, index + 1 < shape.layers ? &layers[index + 1].qkv : &head, add_to_hidden);
     sync(own, kDown);
   }
   if (batch.num_samples == 0) return;
-  apply(head, hidden_.data(), norm, batch.sample_rows, batch.num_samples, store_into(batch.logits, shape.vocab));
+  apply(head, hidden_.data(), norm, batch.sample_rows, batch.num_samples, nullptr, store_into(batch.logits, shape.vocab));
   sync(own, kHead);
   Tasks& tasks = tasks_[own.next_tasks];
   for (int row = tasks.take(); row < batch.num_samples; row = tasks.take()) {

@@ -78,7 +78,8 @@ class Model {
   const Inputs& prepare(Format format, const float* from, int columns, const float* norm, const int32_t* rows, int num_rows,
                         Thread& own);
   template <class Store>
-  void product(const Linear& linear, Variant variant, const Inputs& inputs, int num_rows, Thread& own, Store store);
+  void product(const Linear& linear, Variant variant, const Inputs& inputs, int num_rows, const Linear* after, Thread& own,
+               Store store);
   Variant variant_for(Format format, int num_rows) const;
   double seconds_of(const std::vector<const Linear*>& linears, Variant variant, int num_rows);
   void sync(Thread& own, Phase phase);
