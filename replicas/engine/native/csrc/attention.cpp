@@ -36,6 +36,7 @@ inline void ask_for(const uint8_t* line) { _mm_prefetch(reinterpret_cast<const c
 // scores[r * kPart + token] of R rows for B neighbouring blocks. rows: fp32, or bf16 where the cache is bf16.
 template <class N, int R, int B>
 void score_blocks(const uint8_t* const* keys, const float* scale, const void* const* rows, int dim, float* scores) {
+  constexpr bool kAsks = R <= 3;  // many rows are a prompt's: they multiply longer than they read
   __m512 sum[R][B];
   for (int r = 0; r < R; ++r)
     for (int b = 0; b < B; ++b) sum[r][b] = _mm512_setzero_ps();
@@ -44,6 +45,7 @@ void score_blocks(const uint8_t* const* keys, const float* scale, const void* co
       __m512i key[B];
       for (int b = 0; b < B; ++b) {
         key[b] = _mm512_loadu_si512(keys[b] + pair * 64);
+        if (!kAsks) continue;
         ask_for(keys[b] + pair * 64 + static_cast<size_t>(dim) * kBlock * 2);  // the values, which lie behind the keys
         ask_for(keys[b + B] + pair * 64);
       }
@@ -58,6 +60,7 @@ void score_blocks(const uint8_t* const* keys, const float* scale, const void* co
       for (int b = 0; b < B; ++b) {
         const size_t at = static_cast<size_t>(d) * kBlock;
         key[b] = N::at(keys[b], at);
+        if (!kAsks) continue;
         ask_for(keys[b] + (at + static_cast<size_t>(dim) * kBlock) * N::kItem);
         ask_for(keys[b + B] + at * N::kItem);
       }
@@ -83,6 +86,7 @@ void score_part(const uint8_t* const* keys, const float* scale, int num_blocks, 
 }
 
 // One row's scores become weights: exp(score - largest), 0 for what it doesn't see.
+template <bool kCoarse>
 void weigh(float* scores, int num_blocks, int visible, float* largest, float* total) {
   if (visible <= 0) {
     std::fill_n(scores, num_blocks * kBlock, 0.0f);
@@ -97,7 +101,8 @@ void weigh(float* scores, int num_blocks, int visible, float* largest, float* to
   const __m512 peak = _mm512_set1_ps(*largest);
   __m512 sum = _mm512_setzero_ps();
   for (int token = 0; token < num_blocks * kBlock; token += kLanes) {
-    const __m512 weight = _mm512_maskz_mov_ps(first(visible - token), exp(_mm512_sub_ps(load(scores + token), peak)));
+    const __m512 below = _mm512_sub_ps(load(scores + token), peak);
+    const __m512 weight = _mm512_maskz_mov_ps(first(visible - token), kCoarse ? coarse_exp(below) : exp(below));
     sum = _mm512_add_ps(sum, weight);
     store(scores + token, weight);
   }
@@ -158,7 +163,7 @@ void attend_rows(const Part& part, Format format, const Queries& queries, int fi
   for (int r = 0; r < R; ++r) {
     float* row = scores + r * kPart;
     const int visible = std::min(queries.visible[first_row + r] - part_start, part.num_blocks * kBlock);
-    weigh(row, part.num_blocks, visible, &out.largest[first_row + r], &out.total[first_row + r]);
+    weigh<N::kNarrow>(row, part.num_blocks, visible, &out.largest[first_row + r], &out.total[first_row + r]);
     if (N::kNarrow)
       for (int token = 0; token < part.num_blocks * kBlock; token += kLanes)
         narrow(scratch.narrow_scores.data() + r * kPart + token, load(row + token));
