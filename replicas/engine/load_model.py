@@ -19,6 +19,7 @@ from replicas.engine.attention.kv_cache import AttentionBackend, KVCache
 from replicas.engine.attention.paged import PagedAttention
 from replicas.engine.attention.reference import ReferenceAttention
 from replicas.engine.capacity import Capacity, plan_capacity
+from replicas.engine.cuda_graphs import GraphedDecode
 from replicas.engine.device import choose_device, choose_dtype, dtype_name, kv_cache_budget_bytes
 from replicas.engine.models.config import ArchitectureConfig
 from replicas.engine.models.llama import LlamaModel
@@ -155,9 +156,10 @@ def _load_torch(
         quantization=quantization,
     )
     capacity = budget.capacity(config.kv_bytes_per_token(dtype.itemsize))
+    has_graphs = device.type == "cuda" and engine.attention == "auto"
     cache = KVCache(
         num_layers=config.num_layers,
-        num_blocks=capacity.num_blocks,
+        num_blocks=capacity.num_blocks + has_graphs,  # one for what graphs compute for nobody
         block_size=BLOCK_SIZE,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
@@ -165,8 +167,18 @@ def _load_torch(
         dtype=dtype,
     )
     attention = _ATTENTION[engine.attention](cache, config.num_heads)
+    graphed = None
+    if has_graphs:
+        graphed = GraphedDecode(
+            loaded,
+            cache,
+            max_seqs=engine.max_num_seqs,
+            max_model_len=capacity.max_model_len,
+            padding_block=capacity.num_blocks,
+        )
+        graphed.capture_all()
     weights = name if quantization == "none" else f"{quantization} by the plain twin, slowly"
-    return LoadedModel(TorchModel(loaded, cache, attention), capacity, f"torch on {device}, weights {weights}, KV {name}")
+    return LoadedModel(TorchModel(loaded, cache, attention, graphed), capacity, f"torch on {device}, weights {weights}, KV {name}")
 
 
 def _quantization(engine: EngineConfig, dtype: str, *, has_kernels: bool) -> str:

@@ -6,14 +6,20 @@ import torch
 
 from replicas.engine.attention.kv_cache import AttentionBackend, KVCache
 from replicas.engine.batch import Batch
+from replicas.engine.cuda_graphs import GraphedDecode
 from replicas.engine.models.config import ArchitectureConfig
 from replicas.engine.models.llama import LlamaModel
 from replicas.engine.step_model import StepLogits
 
 
 class TorchModel:
-    def __init__(self, model: LlamaModel, cache: KVCache, attention: AttentionBackend) -> None:
+    """`graphed`, where there is one, computes the decode steps that it can."""
+
+    def __init__(
+        self, model: LlamaModel, cache: KVCache, attention: AttentionBackend, graphed: GraphedDecode | None = None
+    ) -> None:
         self._model = model
+        self._graphed = graphed
         self._cache = cache
         self._attention = attention
 
@@ -28,6 +34,8 @@ class TorchModel:
     def forward(self, batch: Batch) -> StepLogits | None:
         if not batch.spans:
             return None
+        if self._graphed is not None and (logits := self._graphed.run(batch)) is not None:
+            return StepLogits(logits)
         device = self._model.device
         with torch.inference_mode():
             if batch.fresh_blocks:
