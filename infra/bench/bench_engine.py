@@ -45,7 +45,7 @@ from roofline import (
 )
 
 from configs.schema import ModelConfig
-from replicas.model_source import architecture
+from replicas.model_source import architecture, model_revision
 from replicas.tokenizer import load_tokenizer
 
 HERE = Path(__file__).resolve().parent
@@ -56,7 +56,7 @@ SEQUENCES = (1, 4, 16, 32)
 SHORT, LONG = 128, 1024
 FULL = bool(os.environ.get("FULL"))
 NUM_TOKENS = {SHORT: 128 if FULL else 64, LONG: 64 if FULL else 24}
-MODELS = Path.home() / ".cache/trieserve/bench"
+MODELS = Path.home() / ".cache/trieserve/bench" / model_revision(ModelConfig())
 PLOT = HERE.parents[1] / "runs/bench_engine.png"
 
 Engine = tuple[str, str]

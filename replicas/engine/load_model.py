@@ -18,13 +18,13 @@ from replicas.blocks import BLOCK_SIZE
 from replicas.engine.attention.kv_cache import AttentionBackend, KVCache
 from replicas.engine.attention.paged import PagedAttention
 from replicas.engine.attention.reference import ReferenceAttention
-from replicas.engine.capacity import Capacity, plan_capacity
+from replicas.engine.capacity import Capacity, plan_block_capacity
 from replicas.engine.cuda_graphs import GraphedDecode
 from replicas.engine.device import choose_device, choose_dtype, dtype_name, kv_cache_budget_bytes
 from replicas.engine.models.config import ArchitectureConfig
 from replicas.engine.models.llama import LlamaModel
 from replicas.engine.models.model_weights import ModelWeights
-from replicas.engine.native.cache import NativeKVCache, bytes_per_token
+from replicas.engine.native.cache import NativeKVCache, bytes_per_block
 from replicas.engine.native.library import Library, load
 from replicas.engine.native.model import NativeModel, refusal
 from replicas.engine.step_model import StepModel
@@ -70,13 +70,13 @@ class _Budget:
     replicas_on_node: int
     architecture: ArchitectureConfig
 
-    def capacity(self, token_bytes: int) -> Capacity:
+    def capacity(self, block_bytes: int) -> Capacity:
         """Ask after the weights are loaded: on a GPU, what they take is gone by then."""
         engine = self.engine
-        return plan_capacity(
+        return plan_block_capacity(
             kv_bytes=engine.kv_cache_bytes
             or kv_cache_budget_bytes(self.device, engine.gpu_memory_share, self.replicas_on_node),
-            bytes_per_token=token_bytes,
+            bytes_per_block=block_bytes,
             block_size=BLOCK_SIZE,
             max_model_len=self.model.max_model_len,
             max_context_len=self.architecture.max_context_len,
@@ -120,7 +120,7 @@ def _load_native(
         dtype=dtype,
         num_threads=num_threads,
     )
-    capacity = budget.capacity(bytes_per_token(kv_format, config.num_layers, config.num_kv_heads, config.head_dim))
+    capacity = budget.capacity(bytes_per_block(kv_format, config.num_layers, config.num_kv_heads, config.head_dim))
     loaded.use_cache(
         NativeKVCache(
             library,
@@ -155,7 +155,7 @@ def _load_torch(
         dtype=dtype,
         quantization=quantization,
     )
-    capacity = budget.capacity(config.kv_bytes_per_token(dtype.itemsize))
+    capacity = budget.capacity(BLOCK_SIZE * config.kv_bytes_per_token(dtype.itemsize))
     has_graphs = device.type == "cuda" and engine.attention == "auto"
     cache = KVCache(
         num_layers=config.num_layers,

@@ -16,11 +16,11 @@ _ITEM_BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 _SCALE_BYTES = 4
 
 
-def bytes_per_token(format: str, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
-    """Keys and values of one token over all layers; for int8 with its share of the blocks' scales, rounded up."""
-    numbers = 2 * num_layers * num_kv_heads * head_dim * _ITEM_BYTES[format]
-    scales = 2 * num_layers * num_kv_heads * _SCALE_BYTES if format == "int8" else 0
-    return numbers + -(-scales // BLOCK_SIZE)
+def bytes_per_block(format: str, num_layers: int, num_kv_heads: int, head_dim: int) -> int:
+    """Keys and values of a block over all layers, with their scales for int8."""
+    num_sides = 2 * num_layers * num_kv_heads
+    scales = num_sides * _SCALE_BYTES if format == "int8" else 0
+    return num_sides * BLOCK_SIZE * head_dim * _ITEM_BYTES[format] + scales
 
 
 class NativeKVCache:
