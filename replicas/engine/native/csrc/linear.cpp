@@ -13,18 +13,23 @@
 namespace ts {
 namespace {
 
-constexpr size_t kAhead = 4096;  // bytes: what is asked of memory before it is needed
-constexpr size_t kInt8Step = 8 * 64, kHalves = 32;
+constexpr size_t kAhead = 2048;  // bytes: what is asked of memory before it is needed
+constexpr size_t kHalves = 32;  // bytes of 16 fp16 numbers
 
-size_t panel_step_bytes(Format format) {
+// Where things are within a step of a strip. Lines of memory are kept whole: a register is loaded from one of them.
+struct Layout {
+  size_t panel;   // bytes from a panel to the next
+  size_t halves;  // where the first panel's fp16 numbers are, scale before minimum
+  size_t next_halves;
+  size_t bytes;  // of the step
+};
+constexpr Layout layout(Format format) {
   switch (format) {
-    case Format::kFp32:
-    case Format::kBf16: return 64;
-    case Format::kInt8: return kInt8Step;
-    case Format::kInt8G32: return kInt8Step + kHalves;
-    case Format::kInt4: return 4 * 64 + 2 * kHalves;
+    case Format::kInt8: return {8 * 64, 0, 0, 4 * 8 * 64};
+    case Format::kInt8G32: return {8 * 64, 4 * 8 * 64, kHalves, 4 * (8 * 64 + kHalves)};
+    case Format::kInt4: return {4 * 64 + 2 * kHalves, 4 * 64, 4 * 64 + 2 * kHalves, 4 * (4 * 64 + 2 * kHalves)};
+    default: return {64, 0, 0, 4 * 64};
   }
-  return 0;
 }
 
 int step_columns(Format format) { return format == Format::kFp32 ? 1 : format == Format::kBf16 ? 2 : kGroup; }
@@ -72,8 +77,8 @@ void multiply_floats(const uint8_t* panel, const uint8_t* input, size_t row_byte
 
 // The same for the integer formats: exact dot products of a group of inputs, then fp32.
 template <Format F, int R, int P>
-void multiply_integers(const uint8_t* panel, int columns, const Inputs& inputs, int first_row, Ahead ahead, float* tile) {
-  constexpr size_t kStep = F == Format::kInt4 ? 4 * 64 + 2 * kHalves : F == Format::kInt8 ? kInt8Step : kInt8Step + kHalves;
+void multiply_integers(const uint8_t* panel, const uint8_t* halves, int columns, const Inputs& inputs, int first_row, Ahead ahead, float* tile) {
+  constexpr Layout kLayout = layout(F);
   const size_t groups = columns / kGroup, row_bytes = columns;
   const uint8_t* input = inputs.numbers.data() + first_row * row_bytes;
   constexpr int kSides = kGroup / input_group(F);
@@ -86,17 +91,18 @@ void multiply_integers(const uint8_t* panel, int columns, const Inputs& inputs, 
   for (int r = 0; r < R; ++r)
     TS_UNROLL
     for (int p = 0; p < P; ++p) sum[r][p] = _mm512_setzero_ps();
-  for (size_t group = 0; group < groups; ++group, panel += 4 * kStep, input += kGroup) {
+  for (size_t group = 0; group < groups; ++group, panel += kLayout.bytes, halves += kLayout.bytes, input += kGroup) {
     if (R <= 2) {
       TS_UNROLL
-      for (size_t line = 0; line < P * kStep; line += 64)
+      for (size_t line = 0; line < P * kLayout.bytes / 4; line += 64)
         _mm_prefetch(reinterpret_cast<const char*>(panel) + kAhead + line, _MM_HINT_T0);
     } else {
       ahead.ask(group);
     }
     TS_UNROLL
     for (int p = 0; p < P; ++p) {
-      const uint8_t* weights = panel + p * kStep;
+      const uint8_t* weights = panel + p * kLayout.panel;
+      const uint8_t* scales = halves + p * kLayout.next_halves;
       __m512 part[R];
       TS_UNROLL
       for (int side = 0; side < kSides; ++side) {
@@ -124,9 +130,9 @@ void multiply_integers(const uint8_t* panel, int columns, const Inputs& inputs, 
       if constexpr (F != Format::kInt8)
         TS_UNROLL
         for (int r = 0; r < R; ++r) {
-          sum[r][p] = _mm512_fmadd_ps(part[r], half(weights + kStep - (F == Format::kInt4 ? 64 : 32)), sum[r][p]);
+          sum[r][p] = _mm512_fmadd_ps(part[r], half(scales), sum[r][p]);
           if constexpr (F == Format::kInt4)
-            sum[r][p] = _mm512_fmadd_ps(half(weights + kStep - 32), _mm512_set1_ps(weighed[r * groups + group]), sum[r][p]);
+            sum[r][p] = _mm512_fmadd_ps(half(scales + kHalves), _mm512_set1_ps(weighed[r * groups + group]), sum[r][p]);
         }
     }
   }
@@ -137,28 +143,30 @@ void multiply_integers(const uint8_t* panel, int columns, const Inputs& inputs, 
 }
 
 // R rows of a product by P neighbouring panels of a strip.
-using Kernel = void (*)(const Linear&, const uint8_t*, const Inputs&, int, Next, float*);
+using Kernel = void (*)(const Linear&, const uint8_t*, int, const Inputs&, int, Next, float*);
 
 template <bool kNarrow, int R, int P>
-void rows_of_floats(const Linear& linear, const uint8_t* panel, const Inputs& inputs, int first_row, Next next,
+void rows_of_floats(const Linear& linear, const uint8_t* strip, int first_panel, const Inputs& inputs, int first_row, Next next,
                     float* tile) {
   const size_t row_bytes = input_bytes(linear.format, linear.columns);
   const uint8_t* input = inputs.numbers.data() + first_row * row_bytes;
   const int steps = linear.columns / (kNarrow ? 2 : 1);
   const Ahead ahead{next.data, static_cast<int>((next.bytes / 64 + steps - 1) / steps)};
-  multiply_floats<kNarrow, R, P>(panel, input, row_bytes, steps, ahead, tile);
+  multiply_floats<kNarrow, R, P>(strip + first_panel * 64, input, row_bytes, steps, ahead, tile);
 }
 
 template <Format F, int R, int P>
-void rows_of_integers(const Linear& linear, const uint8_t* panel, const Inputs& inputs, int first_row, Next next,
+void rows_of_integers(const Linear& linear, const uint8_t* strip, int first_panel, const Inputs& inputs, int first_row, Next next,
                       float* tile) {
-  constexpr size_t kStep = F == Format::kInt4 ? 4 * 64 + 2 * kHalves : F == Format::kInt8 ? kInt8Step : kInt8Step + kHalves;
+  constexpr Layout kLayout = layout(F);
   // One row needs many panels for enough sums under way, many rows have no registers for more than one.
   constexpr int kAtOnce = R == 1 ? P : R == 2 ? 2 : 1;
   const size_t share = next.bytes * kAtOnce / P, groups = linear.columns / kGroup;
   for (int p = 0; p < P; p += kAtOnce) {
     const Ahead ahead{next.data + p / kAtOnce * share, static_cast<int>((share / 64 + groups - 1) / groups)};
-    multiply_integers<F, R, kAtOnce>(panel + p * kStep, linear.columns, inputs, first_row, ahead, tile + p * kPanel);
+    const uint8_t* panel = strip + (first_panel + p) * kLayout.panel;
+    const uint8_t* halves = strip + kLayout.halves + (first_panel + p) * kLayout.next_halves;
+    multiply_integers<F, R, kAtOnce>(panel, halves, linear.columns, inputs, first_row, ahead, tile + p * kPanel);
   }
 }
 
@@ -189,7 +197,7 @@ const Kernels kKernels[5][2] = {
 
 }  // namespace
 
-size_t Linear::strip_bytes() const { return 4 * panel_step_bytes(format) * (columns / step_columns(format)); }
+size_t Linear::strip_bytes() const { return layout(format).bytes * (columns / step_columns(format)); }
 
 // Whole strips: panels of one lie among each other.
 Next Linear::panels(int first_panel, int num_panels) const {
@@ -252,13 +260,13 @@ void Inputs::set(Format format, int row, const float* from, int columns) {
 
 void multiply(const Linear& linear, Variant variant, int first_panel, const Inputs& inputs, int first_row, int num_rows,
               Next next, float* tile) {
-  const uint8_t* data = linear.data + first_panel / 4 * linear.strip_bytes() + first_panel % 4 * panel_step_bytes(linear.format);
+  const uint8_t* strip = linear.data + first_panel / 4 * linear.strip_bytes();
   const Kernel* kernels = kKernels[static_cast<int>(linear.format)][variant.panels == 4].of;
   const int parts = (num_rows + variant.rows - 1) / variant.rows;
   for (int part = 0, row = 0; part < parts; ++part) {
     const int count = num_rows / parts + (part < num_rows % parts);
     const size_t begin = next.bytes * part / parts / 64 * 64, end = next.bytes * (part + 1) / parts / 64 * 64;
-    kernels[count - 1](linear, data, inputs, first_row + row, {next.data + begin, end - begin}, tile + row * kStrip);
+    kernels[count - 1](linear, strip, first_panel % 4, inputs, first_row + row, {next.data + begin, end - begin}, tile + row * kStrip);
     row += count;
   }
   if (linear.scale == nullptr && linear.bias == nullptr) return;
@@ -274,16 +282,18 @@ void multiply(const Linear& linear, Variant variant, int first_panel, const Inpu
 void pack(const Linear& linear, const void* numbers, const uint16_t* scale, const uint16_t* minimum, int first_strip,
           int end_strip) {
   const auto* bytes = static_cast<const uint8_t*>(numbers);
-  const size_t panel_bytes = panel_step_bytes(linear.format), groups = linear.columns / kGroup;
+  const Layout place = layout(linear.format);
+  const size_t groups = linear.columns / kGroup;
   const int steps = linear.columns / step_columns(linear.format);
   const size_t item = linear.format == Format::kFp32 ? 4 : linear.format == Format::kBf16 ? 2 : 1;
   const size_t row_bytes = linear.format == Format::kInt4 ? linear.columns / 2 : linear.columns * item;
   for (int output = first_strip * kStrip; output < end_strip * kStrip; ++output) {
     const int lane = output % kPanel, panel = output % kStrip / kPanel;
-    uint8_t* to = linear.data + output / kStrip * linear.strip_bytes() + panel * panel_bytes;
+    uint8_t* strip = linear.data + output / kStrip * linear.strip_bytes();
+    uint8_t *to = strip + panel * place.panel, *halves = strip + place.halves + panel * place.next_halves + lane * 2;
     const bool real = output < linear.rows;  // else padding: zeros, with a scale of 0
     const uint8_t* from = bytes + static_cast<size_t>(real ? output : 0) * row_bytes;
-    for (int step = 0; step < steps; ++step, to += 4 * panel_bytes) {
+    for (int step = 0; step < steps; ++step, to += place.bytes, halves += place.bytes) {
       if (!is_integer(linear.format)) {
         if (real) std::memcpy(to + lane * 4, from + step * 4, 4);
         else std::memset(to + lane * 4, 0, 4);
@@ -306,23 +316,23 @@ void pack(const Linear& linear, const void* numbers, const uint16_t* scale, cons
       }
       const size_t index = static_cast<size_t>(real ? output : 0) * groups + step;
       const uint16_t none = 0;
-      if (scale != nullptr)
-        std::memcpy(to + panel_bytes - (linear.format == Format::kInt4 ? 64 : 32) + lane * 2, real ? scale + index : &none, 2);
-      if (minimum != nullptr) std::memcpy(to + panel_bytes - 32 + lane * 2, real ? minimum + index : &none, 2);
+      if (scale != nullptr) std::memcpy(halves, real ? scale + index : &none, 2);
+      if (minimum != nullptr) std::memcpy(halves + kHalves, real ? minimum + index : &none, 2);
     }
   }
 }
 
 void unpack_row(const Linear& linear, int row, float* numbers) {
-  const size_t panel_bytes = panel_step_bytes(linear.format);
-  const int steps = linear.columns / step_columns(linear.format), lane = row % kPanel;
-  const uint8_t* from = linear.data + row / kStrip * linear.strip_bytes() + row % kStrip / kPanel * panel_bytes;
+  const Layout place = layout(linear.format);
+  const int steps = linear.columns / step_columns(linear.format), lane = row % kPanel, panel = row % kStrip / kPanel;
+  const uint8_t* strip = linear.data + row / kStrip * linear.strip_bytes();
+  const uint8_t *from = strip + panel * place.panel, *halves = strip + place.halves + panel * place.next_halves + lane * 2;
   const auto halved = [](const uint8_t* p) {
     uint16_t bits;
     std::memcpy(&bits, p, 2);
     return _cvtsh_ss(bits);
   };
-  for (int step = 0; step < steps; ++step, from += 4 * panel_bytes) {
+  for (int step = 0; step < steps; ++step, from += place.bytes, halves += place.bytes) {
     if (linear.format == Format::kFp32) {
       std::memcpy(numbers + step, from + lane * 4, 4);
     } else if (linear.format == Format::kBf16) {
@@ -331,14 +341,14 @@ void unpack_row(const Linear& linear, int row, float* numbers) {
       const uint32_t two[2] = {both << 16, both & 0xffff0000u};
       std::memcpy(numbers + step * 2, two, 8);
     } else if (linear.format == Format::kInt4) {
-      const float scale = halved(from + panel_bytes - 64 + lane * 2), minimum = halved(from + panel_bytes - 32 + lane * 2);
+      const float scale = halved(halves), minimum = halved(halves + kHalves);
       for (int k = 0; k < 16; ++k) {
         const uint8_t both = from[k / 4 * 64 + lane * 4 + k % 4];
         numbers[step * kGroup + k] = scale * (both & 15) + minimum;
         numbers[step * kGroup + 16 + k] = scale * (both >> 4) + minimum;
       }
     } else {
-      const float scale = linear.format == Format::kInt8 ? linear.scale[row] : halved(from + panel_bytes - 32 + lane * 2);
+      const float scale = linear.format == Format::kInt8 ? linear.scale[row] : halved(halves);
       for (int k = 0; k < kGroup; ++k) numbers[step * kGroup + k] = scale * (from[k / 4 * 64 + lane * 4 + k % 4] - 128);
     }
   }

@@ -6,7 +6,7 @@
 //   fp32       1         16 x fp32
 //   bf16       2         16 x (bf16 k, bf16 k+1)
 //   int8       32        8 x [16 x (4 x uint8)]: value + 128; one fp32 scale an output beside the panels
-//   int8_g32   32        the same, then 16 x fp16 scale
+//   int8_g32   32        the same; behind the four panels, 16 x fp16 scale of each
 //   int4       32        4 x [16 x (4 x uint8)]: low nibbles are k 0..15, high ones 16..31; 16 x fp16 scale, 16 x fp16 minimum
 //
 // An output is the sum of its products in the order of k in one lane, whatever the number of rows beside it: a row's result

@@ -13,6 +13,7 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kTaskRows = 48;
+constexpr size_t kBegin = 16384;  // bytes
 constexpr size_t kTunedLinears = 24;  // enough of them not to lie in a cache, few enough to take a tenth of a second
 // Up to so many rows every thread prepares a product's inputs for itself: that takes less time than meeting at a barrier.
 constexpr int kOwnRows = 2;
@@ -177,6 +178,11 @@ void Model::product(const Linear& linear, Variant variant, const Inputs& inputs,
     for (int row = first; row < end; ++row)
       store(panel * kPanel, variant.panels * kPanel, row, own.tile.data() + (row - first) * kStrip);
   }
+  if (after == nullptr || num_rows > kOwnRows) return;
+  // While this thread waits for the others and prepares the next inputs, the next matrix begins to come.
+  const Next begin = after->panels(own.index * 4, 4);
+  for (size_t line = 0; line < std::min(begin.bytes, kBegin); line += 64)
+    _mm_prefetch(reinterpret_cast<const char*>(begin.data) + line, _MM_HINT_T1);
 }
 
 Variant Model::variant_for(Format format, int num_rows) const {
