@@ -22,6 +22,7 @@ from replicas.engine.capacity import Capacity, plan_block_capacity
 from replicas.engine.cuda_graphs import GraphedDecode
 from replicas.engine.device import choose_device, choose_dtype, dtype_name, kv_cache_budget_bytes
 from replicas.engine.models.config import ArchitectureConfig
+from replicas.engine.models.fp8 import supports_fp8
 from replicas.engine.models.llama import LlamaModel
 from replicas.engine.models.model_weights import ModelWeights
 from replicas.engine.native.cache import NativeKVCache, bytes_per_block
@@ -109,6 +110,8 @@ def _load_native(
 ) -> LoadedModel:
     config = budget.architecture
     quantization = _quantization(engine, model.dtype, has_kernels=True)
+    if quantization == "fp8":
+        raise ConfigError("engine.quantization=fp8 is for GPUs that have it; on a CPU int8 takes the same memory")
     kv_format = engine.kv_cache_dtype if engine.kv_cache_dtype != "auto" else dtype
     if kv_format != "int8" and not library.supports(kv_format):
         raise ConfigError(f"engine.kv_cache_dtype={kv_format} is not computed by this CPU")
@@ -146,6 +149,8 @@ def _load_torch(
             f"model.dtype ({name})"
         )
     quantization = _quantization(engine, model.dtype, has_kernels=False)
+    if quantization == "fp8" and not (supports_fp8(device) and dtype is torch.bfloat16):
+        raise ConfigError(f"engine.quantization=fp8 needs a GPU that multiplies fp8, and bf16; this is {name} on {device}")
     loaded = LlamaModel(
         config,
         open_checkpoint(resolve(model), config),
@@ -177,8 +182,12 @@ def _load_torch(
             padding_block=capacity.num_blocks,
         )
         graphed.capture_all()
-    weights = name if quantization == "none" else f"{quantization} by the plain twin, slowly"
-    return LoadedModel(TorchModel(loaded, cache, attention, graphed), capacity, f"torch on {device}, weights {weights}, KV {name}")
+    weights = name if quantization == "none" else quantization
+    if quantization in ("int8", "int4"):
+        weights += " by the plain twin, slowly"
+    return LoadedModel(
+        TorchModel(loaded, cache, attention, graphed), capacity, f"torch on {device}, weights {weights}, KV {name}"
+    )
 
 
 def _quantization(engine: EngineConfig, dtype: str, *, has_kernels: bool) -> str:

@@ -188,10 +188,20 @@ def file_problems(fleet: FleetConfig) -> list[str]:
     return found
 
 
+_OF_OUR_ENGINE = {
+    "quantization": "engine.vllm.quantization",
+    "kv_cache_dtype": "engine.vllm.kv_cache_dtype",
+    "kernels": "chosen by itself (auto)",
+}
+
+
 def _batch_problems(fleet: FleetConfig) -> list[str]:
     found, engine = [], fleet.engine
     if engine.attention != "auto":
         found.append("engine.attention: reference is our own engine's; vLLM chooses by itself (auto)")
+    for key, theirs in _OF_OUR_ENGINE.items():
+        if (value := getattr(engine, key)) != "auto":
+            found.append(f"engine.{key}: {value} is for our own engine; vLLM's is {theirs}")
     if not engine.chunked_prefill and 0 < engine.max_num_batched_tokens < fleet.model.max_model_len:
         found.append(
             f"engine.max_num_batched_tokens: {engine.max_num_batched_tokens} is less than model.max_model_len "

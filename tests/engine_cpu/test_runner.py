@@ -222,3 +222,31 @@ def test_a_cuda_device_that_is_not_there_is_a_configuration_error(monkeypatch):
     assert device.choose_device("auto") == torch.device("cpu")
     with pytest.raises(ConfigError, match="no CUDA device"):
         device.choose_device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"quantization": "fp8"}, "engine.quantization=fp8"),
+        ({"quantization": "fp8", "kernels": "torch"}, "engine.quantization=fp8"),
+        ({"kv_cache_dtype": "int8", "kernels": "torch"}, "engine.kv_cache_dtype=int8"),
+        ({"kv_cache_dtype": "fp16", "kernels": "torch"}, "engine.kv_cache_dtype=fp16"),
+        ({"kernels": "native", "attention": "reference"}, "engine.kernels=native"),
+    ],
+)
+def test_formats_and_kernels_that_are_not_possible_here_are_named(directory, options, named):
+    engine = EngineConfig(kv_cache_bytes=KV_BYTES, num_threads=1, device="cpu", **options)
+    model = ModelConfig(source=str(directory), dtype="fp32")
+    with pytest.raises(ConfigError, match=named):
+        load_runner(model, engine, num_cpus=1, replicas_on_node=1)
+
+
+def test_a_shape_that_the_kernels_do_not_know_is_computed_by_torch(tmp_path):
+    tiny_models.make("llama", tmp_path, hidden_size=90)
+    engine = EngineConfig(kv_cache_bytes=KV_BYTES, num_threads=1, device="cpu")
+    model = ModelConfig(source=str(tmp_path), dtype="fp32")
+    runner = load_runner(model, engine, num_cpus=1, replicas_on_node=1)
+    [result] = run(runner, chunk("a", PROMPTS["a"], 0, [0, 1, 2, 3]))
+    assert result.token_id == alone(tmp_path, PROMPTS["a"], 1)[0]
+    with pytest.raises(ConfigError, match="hidden_size 90"):
+        load_runner(model, EngineConfig(kernels="native", device="cpu"), num_cpus=1, replicas_on_node=1)

@@ -394,3 +394,17 @@ def test_a_share_that_others_use_already_says_which_share_is_left():
 def test_the_shipped_configurations_are_ones_that_vllm_takes(name, clean_environment):
     [config] = load(CONFIGS / name).fleets
     assert problems(config) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "named"),
+    [
+        ("quantization", "int8", "engine.vllm.quantization"),
+        ("kv_cache_dtype", "bf16", "engine.vllm.kv_cache_dtype"),
+        ("kernels", "torch", "auto"),
+    ],
+)
+def test_number_formats_of_our_own_engine_are_refused_with_vllms_key(key, value, named):
+    [problem] = problems(fleet(engine={key: value}))
+    assert problem.startswith(f"engine.{key}: ")
+    assert named in problem

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from replicas.engine.attention.kv_cache import KVCache, StepAttention
 from replicas.engine.models.config import ArchitectureConfig
+from replicas.engine.models.fp8 import fp8_linear
 from replicas.engine.models.layers import Linear, RmsNorm, RotaryTable, linear, quantized_linear, rotate_
 from replicas.engine.models.model_weights import LayerWeights, Matrix, ModelWeights
 from replicas.engine.weights import Checkpoint
@@ -40,8 +41,8 @@ class _Layer:
 class LlamaModel:
     """Loads every weight in the constructor. Raises ConfigError if the checkpoint doesn't fit the architecture.
 
-    `quantization` is one of model_weights.py's; quantized matrices are computed by their plain twin. `max_positions` bounds
-    the positions that `forward` may get.
+    `quantization` is one of model_weights.py's, whose quantized matrices are computed by their plain twin, or fp8 (bf16 models
+    on a device that has it: fp8.py). `max_positions` bounds the positions that `forward` may get.
     """
 
     def __init__(
@@ -57,7 +58,9 @@ class LlamaModel:
         self.architecture = architecture
         self.device = device
         self.dtype = dtype
-        weights = ModelWeights(architecture, checkpoint, quantization)
+        # fp8 is made of numbers on the device, and only for layers: a tied head is the embedding.
+        self._plain_linear = fp8_linear if quantization == "fp8" else linear
+        weights = ModelWeights(architecture, checkpoint, "none" if quantization == "fp8" else quantization)
         embedding, head = weights.embedding(), weights.head()
         self._embedding = _numbers(embedding).to(device, dtype)
         self._layers = [self._layer(weights.layer(index)) for index in range(architecture.num_layers)]
@@ -109,7 +112,7 @@ class LlamaModel:
     def _linear(self, matrix: Matrix, bias: Tensor | None = None) -> Linear:
         bias = None if bias is None else bias.to(self.device, self.dtype)
         if isinstance(matrix, Tensor):
-            return linear(matrix.to(self.device, self.dtype), bias)
+            return self._plain_linear(matrix.to(self.device, self.dtype), bias)
         return quantized_linear(matrix, bias)
 
     def logits(self, hidden: Tensor) -> Tensor:
