@@ -78,8 +78,7 @@ def measure_machine(num_threads: int) -> Machine:
         read = library.calls.ts_read_rate(data.ctypes.data, READ_BYTES, num_threads, NUM_ROUNDS)
         rates["bandwidth"]["our loops"] = read
         for index, kind in enumerate(_KINDS):
-            if kind != "bf16" or library.has_bf16:
-                rates[kind]["our loops"] = library.calls.ts_multiply_rate(index, num_threads, NUM_ROUNDS)
+            rates[kind]["our loops"] = library.calls.ts_multiply_rate(index, num_threads, NUM_ROUNDS)
     best = {name: max(found, key=lambda source, found=found: found[source]) for name, found in rates.items()}
     figures = {name: rates[name][source] for name, source in best.items()}
     return Machine(num_threads, figures.pop("bandwidth"), figures, best)

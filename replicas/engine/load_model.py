@@ -1,6 +1,6 @@
 """From a configuration to a model over its KV cache: which kernels, which number formats, how many blocks.
 
-                CPU with AVX-512, kernels built        elsewhere, and engine.attention=reference
+                CPU with AVX2, kernels built           elsewhere, and engine.attention=reference
 products        native/ (packed, five formats)         torch (oneDNN, cuBLAS), quantized matrices by their plain twin
 attention       native/, over blocks in place          attention/, over gathered copies
 """
@@ -98,8 +98,8 @@ def _native_library(engine: EngineConfig, device: torch.device, dtype: str, conf
     else:
         reason = refusal(config)
     library = load() if reason is None else None
-    if reason is None and (library is None or not library.supports(dtype)):
-        library, reason = None, f"they are not built, or this CPU can't run them for {dtype}"
+    if reason is None and library is None:
+        reason = "they are not built, or this CPU has no AVX2"
     if library is None and engine.kernels == "native":
         raise ConfigError(f"engine.kernels=native: {reason}")
     return library
@@ -113,8 +113,6 @@ def _load_native(
     if quantization == "fp8":
         raise ConfigError("engine.quantization=fp8 is for GPUs that have it; on a CPU int8 takes the same memory")
     kv_format = engine.kv_cache_dtype if engine.kv_cache_dtype != "auto" else dtype
-    if kv_format != "int8" and not library.supports(kv_format):
-        raise ConfigError(f"engine.kv_cache_dtype={kv_format} is not computed by this CPU")
     loaded = NativeModel(
         library,
         config,
@@ -135,7 +133,8 @@ def _load_native(
         )
     )
     formats = f"weights {dtype if quantization == 'none' else quantization} ({loaded.weight_bytes / 2**20:.0f} MiB)"
-    return LoadedModel(loaded, capacity, f"native kernels, {num_threads} threads, {formats}, KV {kv_format}")
+    kernels = f"native kernels ({library.instructions})"
+    return LoadedModel(loaded, capacity, f"{kernels}, {num_threads} threads, {formats}, KV {kv_format}")
 
 
 def _load_torch(

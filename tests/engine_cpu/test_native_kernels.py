@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 import tiny_models
@@ -14,6 +15,7 @@ from paged_model import GREEDY, PagedModel, chunk, load_model, load_native
 
 from replicas.blocks import BLOCK_SIZE
 from replicas.engine.batch import build_batch
+from replicas.engine.native import library as library_module
 from replicas.engine.native.cache import NativeKVCache
 from replicas.engine.native.library import NUM_VARIANTS, load
 from replicas.engine.native.packing import Packer, multiply, unpacked_row
@@ -26,9 +28,32 @@ FORMATS = ("fp32", "bf16", "int8", "int8_g32", "int4")
 TOLERANCE = {"fp32": 1e-6, "bf16": 4e-3, "int8": 1.5e-2, "int8_g32": 1.5e-2, "int4": 1.5e-2}
 
 
-def needs(format):
-    if LIBRARY is None or not LIBRARY.supports(format):
+def cpu_flags():
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return set(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+@pytest.fixture(autouse=True)
+def _only_where_they_run():
+    if not {"avx2", "fma", "f16c"} <= cpu_flags():
         pytest.skip("this CPU lacks the instructions")
+
+
+def test_the_installation_has_built_the_kernels_that_this_cpu_can_run():
+    wide = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vnni", "avx512_bf16"} <= cpu_flags()
+    assert LIBRARY is not None
+    assert LIBRARY.instructions == ("AVX-512" if wide else "AVX2")
+
+
+def test_a_build_for_other_instructions_is_not_loaded(monkeypatch, caplog):
+    monkeypatch.setattr(library_module, "_BUILDS", (("_kernels_avx512", 1 << 30, "what no CPU has"),))
+    library_module.load.cache_clear()
+    try:
+        with caplog.at_level("INFO"):
+            assert library_module.load() is None
+        assert "AVX2" in caplog.text
+    finally:
+        library_module.load.cache_clear()
 
 
 def matrix_of(format, rows, columns, seed=0):
@@ -50,7 +75,6 @@ def pack(format, rows, columns, bias=None):
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("rows", "columns"), [(64, 32), (1, 64), (130, 96), (63, 576), (192, 1536)])
 def test_a_packed_matrix_gives_the_products_and_the_rows_of_its_numbers(format, rows, columns):
-    needs(format)
     bias = torch.randn(rows)
     _, linear, numbers = pack(format, rows, columns, bias)
     for num_inputs in (1, 2, 3, 7, 8, 13, 40):
@@ -68,7 +92,6 @@ def test_a_packed_matrix_gives_the_products_and_the_rows_of_its_numbers(format, 
 @settings(max_examples=20, deadline=None)
 @given(num_inputs=st.integers(1, 50), seed=st.integers(0, 2**32 - 1))
 def test_a_row_of_a_product_is_the_same_bit_for_bit_alone_among_others_and_in_every_variant(format, num_inputs, seed):
-    needs(format)
     packer, linear, _ = pack(format, 96, 160)
     inputs = torch.randn(num_inputs, 160, generator=torch.Generator().manual_seed(seed)) * 10
     together = multiply(LIBRARY, linear, inputs)
@@ -82,7 +105,6 @@ def test_a_row_of_a_product_is_the_same_bit_for_bit_alone_among_others_and_in_ev
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_number_that_is_not_finite_shows_in_its_row_and_in_no_other(format, bad):
-    needs(format)
     packer, linear, _ = pack(format, 64, 96)
     inputs = torch.randn(9, 96)
     clean = multiply(LIBRARY, linear, inputs)

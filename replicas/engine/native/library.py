@@ -1,4 +1,4 @@
-"""The compiled kernels, by ctypes: `load()` finds them beside this file, where the installation built them.
+"""The compiled kernels, by ctypes: `load()` finds them beside this file; the installation built them for two kinds of CPU.
 
 Structures here have the layout of those in csrc/; a size that differs would be a crash, so `load` checks nothing else than
 what it can: that the library is there and the CPU has the instructions.
@@ -16,8 +16,8 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_STEM = "_kernels"
-_INTEGERS, _NARROW = 1, 2  # bits of ts_features
+_BUILDS = (("_kernels_avx512", 2, "AVX-512"), ("_kernels_avx2", 1, "AVX2"))
+"""Best first: file, bit of ts_features (csrc/features.cpp), what it needs."""
 
 FORMATS = {"fp32": 0, "bf16": 1, "int8": 2, "int8_g32": 3, "int4": 4}
 """csrc/linear.h, Format"""
@@ -62,7 +62,6 @@ class StepBatch(ctypes.Structure):
 
 
 _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "ts_features": (c_int32, ()),
     "ts_create": (c_void_p, (POINTER(Shape), c_void_p, c_void_p)),
     "ts_free": (None, (c_void_p,)),
     "ts_linear_bytes": (c_int64, (POINTER(Linear),)),
@@ -87,29 +86,29 @@ _SIGNATURES: dict[str, tuple[Any, tuple[Any, ...]]] = {
 class Library:
     """The functions of csrc/api.cpp as methods of `calls`. They hold no lock of Python's while they run."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, instructions: str) -> None:
+        self.instructions = instructions
         self.calls: Any = ctypes.CDLL(str(path))
         for name, (result, arguments) in _SIGNATURES.items():
-            if name == "ts_features" or hasattr(self.calls, name):  # a build for another kind of CPU has nothing but that
-                function = getattr(self.calls, name)
-                function.restype, function.argtypes = result, arguments
-        features = self.calls.ts_features()
-        self.has_integers = bool(features & _INTEGERS)
-        self.has_bf16 = bool(features & _NARROW)
+            function = getattr(self.calls, name)
+            function.restype, function.argtypes = result, arguments
 
-    def supports(self, format: str) -> bool:
-        return self.has_bf16 if format == "bf16" else self.has_integers
+
+def _found(stem: str) -> Path | None:
+    places = (Path(__file__).with_name(stem + suffix) for suffix in EXTENSION_SUFFIXES)
+    return next((path for path in places if path.is_file()), None)
 
 
 @cache
 def load() -> Library | None:
-    """None where the kernels were not built, or this CPU can't run any of them; the log says which."""
-    found = [path for suffix in EXTENSION_SUFFIXES if (path := Path(__file__).with_name(_STEM + suffix)).is_file()]
-    if not found:
+    """The best build that this CPU can run. None where none is, or none was built; the log says which."""
+    built = [(path, bit, needs) for stem, bit, needs in _BUILDS if (path := _found(stem)) is not None]
+    if not built:
         logger.warning("the native kernels are not built (a C++ compiler at installation builds them); torch computes, slower")
         return None
-    library = Library(found[0])
-    if not library.has_integers:
-        logger.info("this CPU lacks AVX-512 with byte products, so torch computes instead of the native kernels")
-        return None
-    return library
+    features = ctypes.CDLL(str(built[-1][0])).ts_features()
+    for path, bit, needs in built:
+        if features & bit:
+            return Library(path, needs)
+    logger.info("this CPU has no AVX2, so torch computes instead of the native kernels")
+    return None

@@ -29,17 +29,6 @@ ts::Linear* place(ts::Model& model, int layer, int which) {
 
 #define TS_API extern "C" __attribute__((visibility("default")))
 
-// Bit 0: AVX-512 with byte products (all formats but bf16), bit 1: bf16 products as well.
-TS_API int32_t ts_features() {
-#if TS_X86
-  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("fma");
-  return (wide ? 1 : 0) | (wide && __builtin_cpu_supports("avx512bf16") ? 2 : 0);
-#else
-  return 0;
-#endif
-}
-
 #if TS_X86
 
 TS_API ts::Model* ts_create(const ts::Shape* shape, const float* cos, const float* sin) { return new ts::Model(*shape, cos, sin); }

@@ -11,20 +11,26 @@ namespace ts {
 namespace {
 
 constexpr int kMostAtOnce = 4;  // blocks
+constexpr int kPerBlock = kBlock / kLanes;  // registers
+constexpr bool kRounds = sizeof(PairItem) == 2;  // what meets bf16 numbers becomes bf16 as well
+// Whole registers of that many sums; the greatest power of two that R rows leave room for.
+constexpr int room_for(int rows, int registers_each) {
+  int count = kMostAtOnce;
+  while (count > 1 && rows * count * registers_each > kProductSums) count /= 2;
+  return count;
+}
 constexpr float kMinusInfinity = -std::numeric_limits<float>::infinity();
 
-// 16 numbers of a block as fp32, whatever they are stored as.
+// A register's numbers of a block as fp32, whatever they are stored as.
 struct WideNumbers {
   static constexpr bool kNarrow = false;
   static constexpr size_t kItem = 4;
-  static __m512 at(const uint8_t* side, size_t index) { return load(reinterpret_cast<const float*>(side) + index); }
+  static Floats at(const uint8_t* side, size_t index) { return load(reinterpret_cast<const float*>(side) + index); }
 };
 struct ByteNumbers {
   static constexpr bool kNarrow = false;
   static constexpr size_t kItem = 1;
-  static __m512 at(const uint8_t* side, size_t index) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(side + index))));
-  }
+  static Floats at(const uint8_t* side, size_t index) { return load_bytes(side + index); }
 };
 struct NarrowNumbers {
   static constexpr bool kNarrow = true;
@@ -33,51 +39,48 @@ struct NarrowNumbers {
 // Blocks lie anywhere, so no prefetcher of the machine's guesses what comes next.
 inline void ask_for(const uint8_t* line) { _mm_prefetch(reinterpret_cast<const char*>(line), _MM_HINT_T0); }
 
-// scores[r * kPart + token] of R rows for B neighbouring blocks. rows: fp32, or bf16 where the cache is bf16.
+// scores[r * kPart + token] of R rows for B neighbouring blocks. rows: fp32, or PairItem where the cache is bf16.
 template <class N, int R, int B>
 void score_blocks(const uint8_t* const* keys, const float* scale, const void* const* rows, int dim, float* scores) {
   constexpr bool kAsks = R <= 3;  // many rows are a prompt's: they multiply longer than they read
-  __m512 sum[R][B];
+  constexpr int C = B * kPerBlock;
+  Floats sum[R][C];
   for (int r = 0; r < R; ++r)
-    for (int b = 0; b < B; ++b) sum[r][b] = _mm512_setzero_ps();
+    for (int c = 0; c < C; ++c) sum[r][c] = zeros();
   if constexpr (N::kNarrow) {
     for (int pair = 0; pair < dim / 2; ++pair) {
-      __m512i key[B];
-      for (int b = 0; b < B; ++b) {
-        key[b] = _mm512_loadu_si512(keys[b] + pair * 64);
-        if (!kAsks) continue;
+      Pairs key[C];
+      for (int c = 0; c < C; ++c) key[c] = Pairs::from(load_ints(keys[c / kPerBlock] + pair * 64 + c % kPerBlock * kRegister));
+      for (int b = 0; kAsks && b < B; ++b) {
         ask_for(keys[b] + pair * 64 + static_cast<size_t>(dim) * kBlock * 2);  // the values, which lie behind the keys
         ask_for(keys[b + B] + pair * 64);
       }
-      for (int r = 0; r < R; ++r) {
-        const __m512i x = spread(static_cast<const uint8_t*>(rows[r]) + pair * 4);
-        for (int b = 0; b < B; ++b) sum[r][b] = _mm512_dpbf16_ps(sum[r][b], (__m512bh)key[b], (__m512bh)x);
-      }
+      for (int r = 0; r < R; ++r)
+        for (int c = 0; c < C; ++c) sum[r][c] = key[c].add_to(sum[r][c], static_cast<const PairItem*>(rows[r]) + pair * 2);
     }
   } else {
     for (int d = 0; d < dim; ++d) {
-      __m512 key[B];
-      for (int b = 0; b < B; ++b) {
-        const size_t at = static_cast<size_t>(d) * kBlock;
-        key[b] = N::at(keys[b], at);
-        if (!kAsks) continue;
+      const size_t at = static_cast<size_t>(d) * kBlock;
+      Floats key[C];
+      for (int c = 0; c < C; ++c) key[c] = N::at(keys[c / kPerBlock], at + c % kPerBlock * kLanes);
+      for (int b = 0; kAsks && b < B; ++b) {
         ask_for(keys[b] + (at + static_cast<size_t>(dim) * kBlock) * N::kItem);
         ask_for(keys[b + B] + at * N::kItem);
       }
       for (int r = 0; r < R; ++r) {
-        const __m512 x = _mm512_set1_ps(static_cast<const float*>(rows[r])[d]);
-        for (int b = 0; b < B; ++b) sum[r][b] = _mm512_fmadd_ps(key[b], x, sum[r][b]);
+        const Floats x = all(static_cast<const float*>(rows[r])[d]);
+        for (int c = 0; c < C; ++c) sum[r][c] = fma(key[c], x, sum[r][c]);
       }
     }
   }
   for (int r = 0; r < R; ++r)
-    for (int b = 0; b < B; ++b)
-      store(scores + r * kPart + b * kBlock, scale == nullptr ? sum[r][b] : _mm512_mul_ps(sum[r][b], _mm512_set1_ps(scale[b])));
+    for (int c = 0; c < C; ++c)
+      store(scores + r * kPart + c * kLanes, scale == nullptr ? sum[r][c] : mul(sum[r][c], all(scale[c / kPerBlock])));
 }
 
 template <class N, int R>
 void score_part(const uint8_t* const* keys, const float* scale, int num_blocks, const void* const* rows, int dim, float* scores) {
-  constexpr int kMany = R <= 3 ? kMostAtOnce : R <= 6 ? 2 : 1;  // enough sums under way to hide an instruction's latency
+  constexpr int kMany = room_for(R, kPerBlock);  // enough sums under way to hide an instruction's latency
   int block = 0;
   for (; block + kMany <= num_blocks; block += kMany)
     score_blocks<N, R, kMany>(keys + block, scale == nullptr ? nullptr : scale + block, rows, dim, scores + block * kBlock);
@@ -94,46 +97,44 @@ void weigh(float* scores, int num_blocks, int visible, float* largest, float* to
     *total = 0.0f;
     return;
   }
-  __m512 most = _mm512_set1_ps(kMinusInfinity);
-  for (int token = 0; token < visible; token += kLanes)
-    most = _mm512_mask_max_ps(most, first(visible - token), most, load(scores + token));
-  *largest = _mm512_reduce_max_ps(most);
-  const __m512 peak = _mm512_set1_ps(*largest);
-  __m512 sum = _mm512_setzero_ps();
+  Floats most = all(kMinusInfinity);
+  for (int token = 0; token < visible; token += kLanes) most = max(most, load_first(scores + token, visible - token, most));
+  *largest = reduce_max(most);
+  const Floats peak = all(*largest);
+  Floats sum = zeros();
   for (int token = 0; token < num_blocks * kBlock; token += kLanes) {
-    const __m512 below = _mm512_sub_ps(load(scores + token), peak);
-    const __m512 weight = _mm512_maskz_mov_ps(first(visible - token), kCoarse ? coarse_exp(below) : exp(below));
-    sum = _mm512_add_ps(sum, weight);
+    const Floats below = sub(load(scores + token), peak);
+    const Floats weight = keep_first(kCoarse ? coarse_exp(below) : exp(below), visible - token);
+    sum = add(sum, weight);
     store(scores + token, weight);
   }
-  *total = _mm512_reduce_add_ps(sum);
+  *total = reduce_add(sum);
 }
 
-// out[r * stride + dim 0..63]: R rows' weighted sums of values over a part, for C registers of dimensions.
+// out[r * stride + first_dim ...]: R rows' weighted sums of values over a part, for C registers of dimensions.
 template <class N, int R, int C>
 void sum_values(const uint8_t* const* values, int num_blocks, const void* weights, int dim, int first_dim, float* out,
                 size_t stride) {
-  __m512 sum[R][C];
+  Floats sum[R][C];
   for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c) sum[r][c] = _mm512_setzero_ps();
+    for (int c = 0; c < C; ++c) sum[r][c] = zeros();
   for (int block = 0; block < num_blocks; ++block) {
     if constexpr (N::kNarrow) {
       for (int pair = 0; pair < kBlock / 2; ++pair) {
         const uint8_t* from = values[block] + (static_cast<size_t>(pair) * dim + first_dim) * 4;
-        __m512i value[C];
-        for (int c = 0; c < C; ++c) value[c] = _mm512_loadu_si512(from + c * 64);
-        for (int r = 0; r < R; ++r) {
-          const __m512i w = spread(static_cast<const uint16_t*>(weights) + r * kPart + block * kBlock + pair * 2);
-          for (int c = 0; c < C; ++c) sum[r][c] = _mm512_dpbf16_ps(sum[r][c], (__m512bh)value[c], (__m512bh)w);
-        }
+        Pairs value[C];
+        for (int c = 0; c < C; ++c) value[c] = Pairs::from(load_ints(from + c * kRegister));
+        const PairItem* weight = static_cast<const PairItem*>(weights) + block * kBlock + pair * 2;
+        for (int r = 0; r < R; ++r)
+          for (int c = 0; c < C; ++c) sum[r][c] = value[c].add_to(sum[r][c], weight + r * kPart);
       }
     } else {
       for (int token = 0; token < kBlock; ++token) {
-        __m512 value[C];
+        Floats value[C];
         for (int c = 0; c < C; ++c) value[c] = N::at(values[block], static_cast<size_t>(token) * dim + first_dim + c * kLanes);
         for (int r = 0; r < R; ++r) {
-          const __m512 w = _mm512_set1_ps(static_cast<const float*>(weights)[r * kPart + block * kBlock + token]);
-          for (int c = 0; c < C; ++c) sum[r][c] = _mm512_fmadd_ps(value[c], w, sum[r][c]);
+          const Floats weight = all(static_cast<const float*>(weights)[r * kPart + block * kBlock + token]);
+          for (int c = 0; c < C; ++c) sum[r][c] = fma(value[c], weight, sum[r][c]);
         }
       }
     }
@@ -153,9 +154,10 @@ struct Part {
 template <class N, int R>
 void attend_rows(const Part& part, Format format, const Queries& queries, int first_row, int part_start, int dim,
                  AttentionScratch& scratch, Partial& out) {
+  constexpr bool kRounded = N::kNarrow && kRounds;
   const void* rows[R];
   for (int r = 0; r < R; ++r)
-    rows[r] = N::kNarrow ? static_cast<const void*>(scratch.narrow_rows.data() + static_cast<size_t>(first_row + r) * dim)
+    rows[r] = kRounded ? static_cast<const void*>(scratch.narrow_rows.data() + static_cast<size_t>(first_row + r) * dim)
                          : queries.rows[first_row + r];
   float* scores = scratch.scores.data();
   const bool scaled = format == Format::kInt8;
@@ -164,17 +166,19 @@ void attend_rows(const Part& part, Format format, const Queries& queries, int fi
     float* row = scores + r * kPart;
     const int visible = std::min(queries.visible[first_row + r] - part_start, part.num_blocks * kBlock);
     weigh<N::kNarrow>(row, part.num_blocks, visible, &out.largest[first_row + r], &out.total[first_row + r]);
-    if (N::kNarrow)
+    if (kRounded)
       for (int token = 0; token < part.num_blocks * kBlock; token += kLanes)
         narrow(scratch.narrow_scores.data() + r * kPart + token, load(row + token));
     if (scaled)
-      for (int block = 0; block < part.num_blocks; ++block)
-        store(row + block * kBlock, _mm512_mul_ps(load(row + block * kBlock), _mm512_set1_ps(part.value_scale[block])));
+      for (int token = 0; token < part.num_blocks * kBlock; token += kLanes)
+        store(row + token, mul(load(row + token), all(part.value_scale[token / kBlock])));
   }
-  const void* weights = N::kNarrow ? static_cast<const void*>(scratch.narrow_scores.data()) : scores;
+  const void* weights = kRounded ? static_cast<const void*>(scratch.narrow_scores.data()) : scores;
   float* weighted = out.weighted.data() + static_cast<size_t>(first_row) * dim;
+  constexpr int kMany = room_for(R, 1);
   int d = 0;
-  for (; d + 64 <= dim; d += 64) sum_values<N, R, 4>(part.values, part.num_blocks, weights, dim, d, weighted, dim);
+  for (; d + kMany * kLanes <= dim; d += kMany * kLanes)
+    sum_values<N, R, kMany>(part.values, part.num_blocks, weights, dim, d, weighted, dim);
   for (; d < dim; d += kLanes) sum_values<N, R, 1>(part.values, part.num_blocks, weights, dim, d, weighted, dim);
 }
 
@@ -321,7 +325,7 @@ void attend_part(const KvCache& cache, int layer, int head, const int32_t* table
     case Format::kInt8: return attend_numbers<ByteNumbers>(part, cache.format, queries, start, dim, scratch, out);
     default: break;
   }
-  for (int row = 0; row < queries.count; ++row)
+  for (int row = 0; kRounds && row < queries.count; ++row)
     for (int d = 0; d < dim; d += kLanes)
       narrow(scratch.narrow_rows.data() + static_cast<size_t>(row) * dim + d, load(queries.rows[row] + d));
   attend_numbers<NarrowNumbers>(part, cache.format, queries, start, dim, scratch, out);
@@ -336,7 +340,7 @@ void merge(Partial& into, const Partial& next, int count, int dim) {
     float* to = into.weighted.data() + static_cast<size_t>(row) * dim;
     const float* from = next.weighted.data() + static_cast<size_t>(row) * dim;
     for (int d = 0; d < dim; d += kLanes)
-      store(to + d, _mm512_fmadd_ps(load(from + d), _mm512_set1_ps(after), _mm512_mul_ps(load(to + d), _mm512_set1_ps(before))));
+      store(to + d, fma(load(from + d), all(after), mul(load(to + d), all(before))));
     into.largest[row] = largest;
   }
 }

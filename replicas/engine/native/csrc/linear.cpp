@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <utility>
 
 #if TS_X86
@@ -15,6 +16,7 @@ namespace {
 
 constexpr size_t kAhead = 2048;  // bytes: what is asked of memory before it is needed
 constexpr size_t kHalves = 32;  // bytes of 16 fp16 numbers
+constexpr int kPerPanel = kPanel / kLanes;  // registers
 
 // Where things are within a step of a strip. Lines of memory are kept whole: a register is loaded from one of them.
 struct Layout {
@@ -34,8 +36,14 @@ constexpr Layout layout(Format format) {
 
 int step_columns(Format format) { return format == Format::kFp32 ? 1 : format == Format::kBf16 ? 2 : kGroup; }
 
-size_t input_bytes(Format format, int columns) {
-  return static_cast<size_t>(columns) * (format == Format::kFp32 ? 4 : format == Format::kBf16 ? 2 : 1);
+// Bytes of an input, in the form that the format multiplies.
+size_t item_bytes(Format format) {
+  switch (format) {
+    case Format::kFp32: return sizeof(float);
+    case Format::kBf16: return sizeof(PairItem);
+    case Format::kInt4: return NibbleDot::kItem;
+    default: return ByteDot::kItem;
+  }
 }
 
 bool is_integer(Format format) { return step_columns(format) == kGroup; }
@@ -51,148 +59,181 @@ struct Ahead {
   }
 };
 
-// R rows by P neighbouring panels of a strip, all of K in order. The two floating-point formats differ in one instruction.
-template <bool kNarrow, int R, int P>
-void multiply_floats(const uint8_t* panel, const uint8_t* input, size_t row_bytes, int steps, Ahead ahead, float* tile) {
-  __m512 sum[R][P];
-  for (int r = 0; r < R; ++r)
-    for (int p = 0; p < P; ++p) sum[r][p] = _mm512_setzero_ps();
-  for (int step = 0; step < steps; ++step, panel += 4 * 64) {
-    __m512i weight[P];
-    for (int p = 0; p < P; ++p) weight[p] = _mm512_loadu_si512(panel + p * 64);
-    if (R <= 2)
-      for (int p = 0; p < P; ++p) _mm_prefetch(reinterpret_cast<const char*>(panel) + kAhead + p * 64, _MM_HINT_T0);
-    else
-      ahead.ask(step);
-    for (int r = 0; r < R; ++r) {
-      const __m512i x = spread(input + r * row_bytes + step * 4);
-      for (int p = 0; p < P; ++p)
-        sum[r][p] = kNarrow ? _mm512_dpbf16_ps(sum[r][p], (__m512bh)weight[p], (__m512bh)x)
-                            : _mm512_fmadd_ps(_mm512_castsi512_ps(weight[p]), _mm512_castsi512_ps(x), sum[r][p]);
-    }
-  }
-  for (int r = 0; r < R; ++r)
-    for (int p = 0; p < P; ++p) store(tile + r * kStrip + p * kPanel, sum[r][p]);
-}
-
-// The same for the integer formats: exact dot products of a group of inputs, then fp32.
-template <Format F, int R, int P>
-void multiply_integers(const uint8_t* panel, const uint8_t* halves, int columns, const Inputs& inputs, int first_row, Ahead ahead, float* tile) {
-  constexpr Layout kLayout = layout(F);
-  const size_t groups = columns / kGroup, row_bytes = columns;
-  const uint8_t* input = inputs.numbers.data() + first_row * row_bytes;
-  constexpr int kSides = kGroup / input_group(F);
-  const float* scale = inputs.scale.data() + first_row * groups * kSides;
-  const int32_t* offset = inputs.sum.data() + first_row * groups * kSides;
-  const float* weighed = inputs.weighed.data() + first_row * groups;
-  const __m512i low = _mm512_set1_epi8(0x0f);
-  __m512 sum[R][P];
+// R rows by N registers of outputs that lie side by side in a strip, all of K in order.
+template <bool kNarrow, int R, int N>
+void multiply_floats(const uint8_t* weights, const void* inputs, int columns, Ahead ahead, float* tile) {
+  using Item = std::conditional_t<kNarrow, PairItem, float>;
+  constexpr int kColumns = kNarrow ? 2 : 1;
+  const Item* input = static_cast<const Item*>(inputs);
+  Floats sum[R][N];
   TS_UNROLL
   for (int r = 0; r < R; ++r)
     TS_UNROLL
-    for (int p = 0; p < P; ++p) sum[r][p] = _mm512_setzero_ps();
-  for (size_t group = 0; group < groups; ++group, panel += kLayout.bytes, halves += kLayout.bytes, input += kGroup) {
+    for (int n = 0; n < N; ++n) sum[r][n] = zeros();
+  for (int step = 0; step < columns / kColumns; ++step, weights += 4 * 64, input += kColumns) {
+    if (R <= 2)
+      for (size_t line = 0; line < N * kRegister; line += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(weights) + kAhead + line, _MM_HINT_T0);
+    else
+      ahead.ask(step);
+    if constexpr (kNarrow) {
+      Pairs weight[N];
+      TS_UNROLL
+      for (int n = 0; n < N; ++n) weight[n] = Pairs::from(load_ints(weights + n * kRegister));
+      TS_UNROLL
+      for (int r = 0; r < R; ++r)
+        TS_UNROLL
+        for (int n = 0; n < N; ++n) sum[r][n] = weight[n].add_to(sum[r][n], input + static_cast<size_t>(r) * columns);
+    } else {
+      Floats weight[N];
+      TS_UNROLL
+      for (int n = 0; n < N; ++n) weight[n] = load(reinterpret_cast<const float*>(weights + n * kRegister));
+      TS_UNROLL
+      for (int r = 0; r < R; ++r) {
+        const Floats x = all(input[static_cast<size_t>(r) * columns]);
+        TS_UNROLL
+        for (int n = 0; n < N; ++n) sum[r][n] = fma(weight[n], x, sum[r][n]);
+      }
+    }
+  }
+  TS_UNROLL
+  for (int r = 0; r < R; ++r)
+    TS_UNROLL
+    for (int n = 0; n < N; ++n) store(tile + r * kStrip + n * kLanes, sum[r][n]);
+}
+
+// The same for the integer formats, N registers of whole panels or one that begins at lane `lane` of its panel: exact dot
+// products of a group of inputs, then fp32.
+template <Format F, int R, int N>
+void multiply_integers(const uint8_t* panel, const uint8_t* halves, int columns, const Inputs& inputs, int first_row, Ahead ahead, float* tile) {
+  using Dot = std::conditional_t<F == Format::kInt4, NibbleDot, ByteDot>;
+  constexpr Layout kLayout = layout(F);
+  constexpr int kSides = kGroup / input_group(F);
+  const size_t groups = columns / kGroup, row_bytes = static_cast<size_t>(columns) * Dot::kItem;
+  const uint8_t* input = inputs.numbers.data() + first_row * row_bytes;
+  const float* scale = inputs.scale.data() + first_row * groups * kSides;
+  const int32_t* offset = inputs.sum.data() + first_row * groups * kSides;
+  const float* weighed = inputs.weighed.data() + first_row * groups;
+  Floats sum[R][N];
+  TS_UNROLL
+  for (int r = 0; r < R; ++r)
+    TS_UNROLL
+    for (int n = 0; n < N; ++n) sum[r][n] = zeros();
+  for (size_t group = 0; group < groups; ++group, panel += kLayout.bytes, halves += kLayout.bytes, input += kGroup * Dot::kItem) {
     if (R <= 2) {
       TS_UNROLL
-      for (size_t line = 0; line < P * kLayout.bytes / 4; line += 64)
+      for (size_t line = 0; line < N * kLayout.bytes / (4 * kPerPanel); line += 64)
         _mm_prefetch(reinterpret_cast<const char*>(panel) + kAhead + line, _MM_HINT_T0);
     } else {
       ahead.ask(group);
     }
     TS_UNROLL
-    for (int p = 0; p < P; ++p) {
-      const uint8_t* weights = panel + p * kLayout.panel;
-      const uint8_t* scales = halves + p * kLayout.next_halves;
-      __m512 part[R];
+    for (int n = 0; n < N; ++n) {
+      const uint8_t* weights = panel + n / kPerPanel * kLayout.panel + n % kPerPanel * kRegister;
+      const uint8_t* scales = halves + n / kPerPanel * kLayout.next_halves + n % kPerPanel * kLanes * 2;
+      Floats part[R];
       TS_UNROLL
       for (int side = 0; side < kSides; ++side) {
-        __m512i dot[R];
+        Ints dot[R];
         TS_UNROLL
-        for (int r = 0; r < R; ++r)
-          dot[r] = F == Format::kInt4 ? _mm512_setzero_si512() : _mm512_set1_epi32(offset[(r * groups + group) * kSides + side]);
+        for (int r = 0; r < R; ++r) dot[r] = all_ints(F == Format::kInt4 ? 0 : offset[(r * groups + group) * kSides + side]);
         TS_UNROLL
         for (int j = 0; j < 8 / kSides; ++j) {
-          __m512i weight = _mm512_loadu_si512(weights + (F == Format::kInt4 ? j : side * 4 + j) * 64);
-          if constexpr (F == Format::kInt4)
-            weight = _mm512_and_si512(side == 0 ? weight : _mm512_srli_epi16(weight, 4), low);
+          Ints four = load_ints(weights + (F == Format::kInt4 ? j : side * 4 + j) * 64);
+          if constexpr (F == Format::kInt4) four = side == 0 ? low_nibbles(four) : high_nibbles(four);
+          const typename Dot::Weight weight = Dot::prepare(four);
           TS_UNROLL
           for (int r = 0; r < R; ++r)
-            dot[r] = _mm512_dpbusd_epi32(dot[r], weight, spread(input + r * row_bytes + side * input_group(F) + j * 4));
+            dot[r] = Dot::add(dot[r], weight, input + r * row_bytes + (side * input_group(F) + j * 4) * Dot::kItem);
         }
         TS_UNROLL
         for (int r = 0; r < R; ++r) {
-          const __m512 x_scale = _mm512_set1_ps(scale[(r * groups + group) * kSides + side]);
-          const __m512 exact = _mm512_cvtepi32_ps(dot[r]);
-          if constexpr (F == Format::kInt8) sum[r][p] = _mm512_fmadd_ps(exact, x_scale, sum[r][p]);
-          else part[r] = side == 0 ? _mm512_mul_ps(exact, x_scale) : _mm512_fmadd_ps(exact, x_scale, part[r]);
+          const Floats x_scale = all(scale[(r * groups + group) * kSides + side]);
+          const Floats exact = to_floats(Dot::finish(dot[r]));
+          if constexpr (F == Format::kInt8) sum[r][n] = fma(exact, x_scale, sum[r][n]);
+          else part[r] = side == 0 ? mul(exact, x_scale) : fma(exact, x_scale, part[r]);
         }
       }
       if constexpr (F != Format::kInt8)
         TS_UNROLL
         for (int r = 0; r < R; ++r) {
-          sum[r][p] = _mm512_fmadd_ps(part[r], half(scales), sum[r][p]);
+          sum[r][n] = fma(part[r], load_halves(scales), sum[r][n]);
           if constexpr (F == Format::kInt4)
-            sum[r][p] = _mm512_fmadd_ps(half(scales + kHalves), _mm512_set1_ps(weighed[r * groups + group]), sum[r][p]);
+            sum[r][n] = fma(load_halves(scales + kHalves), all(weighed[r * groups + group]), sum[r][n]);
         }
     }
   }
   TS_UNROLL
   for (int r = 0; r < R; ++r)
     TS_UNROLL
-    for (int p = 0; p < P; ++p) store(tile + r * kStrip + p * kPanel, sum[r][p]);
+    for (int n = 0; n < N; ++n) store(tile + r * kStrip + n * kLanes, sum[r][n]);
 }
 
 // R rows of a product by P neighbouring panels of a strip.
 using Kernel = void (*)(const Linear&, const uint8_t*, int, const Inputs&, int, Next, float*);
 
+// As many registers at a time as the sums of R rows leave room for, and no more than P panels have.
+constexpr int at_once(int rows, int panels) {
+  int count = panels * kPerPanel;
+  while (count > 1 && rows * count > kProductSums) count /= 2;
+  return count;
+}
+
 template <bool kNarrow, int R, int P>
 void rows_of_floats(const Linear& linear, const uint8_t* strip, int first_panel, const Inputs& inputs, int first_row, Next next,
                     float* tile) {
-  const size_t row_bytes = input_bytes(linear.format, linear.columns);
-  const uint8_t* input = inputs.numbers.data() + first_row * row_bytes;
-  const int steps = linear.columns / (kNarrow ? 2 : 1);
-  const Ahead ahead{next.data, static_cast<int>((next.bytes / 64 + steps - 1) / steps)};
-  multiply_floats<kNarrow, R, P>(strip + first_panel * 64, input, row_bytes, steps, ahead, tile);
+  constexpr int kAtOnce = at_once(R, P), kPasses = P * kPerPanel / kAtOnce;
+  const uint8_t* input = inputs.numbers.data() + first_row * (linear.columns * item_bytes(linear.format));
+  const size_t share = next.bytes / kPasses, steps = linear.columns / (kNarrow ? 2 : 1);
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const Ahead ahead{next.data + pass * share, static_cast<int>((share / 64 + steps - 1) / steps)};
+    const size_t first = pass * kAtOnce;
+    multiply_floats<kNarrow, R, kAtOnce>(strip + first_panel * 64 + first * kRegister, input, linear.columns, ahead, tile + first * kLanes);
+  }
 }
 
 template <Format F, int R, int P>
 void rows_of_integers(const Linear& linear, const uint8_t* strip, int first_panel, const Inputs& inputs, int first_row, Next next,
                       float* tile) {
   constexpr Layout kLayout = layout(F);
-  // One row needs many panels for enough sums under way, many rows have no registers for more than one.
-  constexpr int kAtOnce = R == 1 ? P : R == 2 ? 2 : 1;
-  const size_t share = next.bytes * kAtOnce / P, groups = linear.columns / kGroup;
-  for (int p = 0; p < P; p += kAtOnce) {
-    const Ahead ahead{next.data + p / kAtOnce * share, static_cast<int>((share / 64 + groups - 1) / groups)};
-    const uint8_t* panel = strip + (first_panel + p) * kLayout.panel;
-    const uint8_t* halves = strip + kLayout.halves + (first_panel + p) * kLayout.next_halves;
-    multiply_integers<F, R, kAtOnce>(panel, halves, linear.columns, inputs, first_row, ahead, tile + p * kPanel);
+  // One row needs many registers for enough sums under way, many rows have no room for more than one.
+  constexpr int kAtOnce = R == 1 ? P * kPerPanel : R == 2 ? 2 : 1, kPasses = P * kPerPanel / kAtOnce;
+  const size_t share = next.bytes / kPasses, groups = linear.columns / kGroup;
+  for (int pass = 0; pass < kPasses; ++pass) {
+    const Ahead ahead{next.data + pass * share, static_cast<int>((share / 64 + groups - 1) / groups)};
+    const int first = pass * kAtOnce, panel = first_panel + first / kPerPanel, lane = first % kPerPanel * kLanes;
+    const uint8_t* weights = strip + panel * kLayout.panel + lane * 4;
+    const uint8_t* halves = strip + kLayout.halves + panel * kLayout.next_halves + lane * 2;
+    multiply_integers<F, R, kAtOnce>(weights, halves, linear.columns, inputs, first_row, ahead, tile + first * kLanes);
   }
 }
 
+// By rows - 1.
 constexpr int kMostRows = 12;
 struct Kernels {
-  Kernel of[kMostRows];  // by rows - 1
+  Kernel of[kMostRows];
 };
 
 template <bool kNarrow, int P, int... R>
-Kernels floats(std::integer_sequence<int, R...>) {
+constexpr Kernels floats(std::integer_sequence<int, R...>) {
   return {{rows_of_floats<kNarrow, R + 1, P>...}};
 }
 template <Format F, int P, int... R>
-Kernels integers(std::integer_sequence<int, R...>) {
+constexpr Kernels integers(std::integer_sequence<int, R...>) {
   return {{rows_of_integers<F, R + 1, P>...}};
 }
 template <int N>
 using Rows = std::make_integer_sequence<int, N>;
 
-// By format, and by panels: two or four. The sums of all must fit into 32 registers, with what they are made of.
-const Kernels kKernels[5][2] = {
-    {floats<false, 2>(Rows<12>()), floats<false, 4>(Rows<6>())},
-    {floats<true, 2>(Rows<12>()), floats<true, 4>(Rows<6>())},
-    {integers<Format::kInt8, 2>(Rows<8>()), integers<Format::kInt8, 4>(Rows<8>())},
-    {integers<Format::kInt8G32, 2>(Rows<8>()), integers<Format::kInt8G32, 4>(Rows<8>())},
-    {integers<Format::kInt4, 2>(Rows<8>()), integers<Format::kInt4, 4>(Rows<8>())},
+// By format, and by panels: two or four. The sums must fit into the registers, with what they are made of. Constant: what runs
+// when the library is loaded must not need its instructions.
+constexpr int kIntegers = kLanes == 16 ? 8 : 4, kFloats = kLanes == 16 ? 12 : 6;
+constexpr Kernels kKernels[5][2] = {
+    {floats<false, 2>(Rows<kFloats>()), floats<false, 4>(Rows<6>())},
+    {floats<true, 2>(Rows<kFloats>()), floats<true, 4>(Rows<6>())},
+    {integers<Format::kInt8, 2>(Rows<kIntegers>()), integers<Format::kInt8, 4>(Rows<kIntegers>())},
+    {integers<Format::kInt8G32, 2>(Rows<kIntegers>()), integers<Format::kInt8G32, 4>(Rows<kIntegers>())},
+    {integers<Format::kInt4, 2>(Rows<kIntegers>()), integers<Format::kInt4, 4>(Rows<kIntegers>())},
 };
 
 }  // namespace
@@ -207,8 +248,8 @@ Next Linear::panels(int first_panel, int num_panels) const {
 }
 
 std::vector<Variant> variants(Format format) {
-  if (is_integer(format)) return {{4, 8}, {2, 8}, {4, 4}, {2, 4}};
-  return {{4, 6}, {2, 12}, {2, 8}, {4, 4}};
+  if (is_integer(format)) return {{4, kIntegers}, {2, kIntegers}, {4, kIntegers / 2}, {2, kIntegers / 2}};
+  return {{4, 6}, {2, kFloats}, {2, kFloats * 2 / 3}, {4, 4}};
 }
 
 void Inputs::reserve(int num_rows, int columns) {
@@ -221,33 +262,40 @@ void Inputs::reserve(int num_rows, int columns) {
 }
 
 void Inputs::set(Format format, int row, const float* from, int columns) {
-  const size_t row_bytes = input_bytes(format, columns);
+  const size_t row_bytes = columns * item_bytes(format);
   uint8_t* to = numbers.data() + row * row_bytes;
-  if (format == Format::kFp32) {
-    std::memcpy(to, from, row_bytes);
-    return;
-  }
-  if (format == Format::kBf16) {
-    for (int k = 0; k < columns; k += kLanes) {
-      const __mmask16 mask = first(columns - k);
-      const __m256i narrow = (__m256i)_mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(mask, from + k));
-      _mm256_mask_storeu_epi16(to + 2 * k, mask, narrow);
+  if (!is_integer(format)) {
+    if (item_bytes(format) == sizeof(float)) {
+      std::memcpy(to, from, row_bytes);
+      return;
     }
+    int k = 0;
+    for (; k + kLanes <= columns; k += kLanes) narrow(reinterpret_cast<uint16_t*>(to) + k, load(from + k));
+    if (k == columns) return;
+    uint16_t rest[kLanes];
+    narrow(rest, load_first(from + k, columns - k, zeros()));
+    std::memcpy(to + 2 * k, rest, 2 * (columns - k));
     return;
   }
-  __m512 zero_if_finite = _mm512_setzero_ps();
-  const int size = input_group(format);
+  constexpr int kMostRegisters = kGroup / kLanes;
+  const auto put = format == Format::kInt4 ? NibbleDot::store : ByteDot::store;
+  const int size = input_group(format), num_registers = size / kLanes;
   const size_t first_group = static_cast<size_t>(row) * (columns / size);
+  Floats zero_if_finite = zeros();
   for (int group = 0; group < columns / size; ++group) {
-    const __m512 a = load(from + group * size), b = size == kLanes ? a : load(from + group * size + kLanes);
-    zero_if_finite = _mm512_fmadd_ps(a, _mm512_setzero_ps(), _mm512_fmadd_ps(b, _mm512_setzero_ps(), zero_if_finite));
-    const float largest = _mm512_reduce_max_ps(_mm512_max_ps(_mm512_abs_ps(a), _mm512_abs_ps(b)));
-    const __m512 inverse = _mm512_set1_ps(largest > 0.0f ? 127.0f / largest : 0.0f);
+    Floats x[kMostRegisters], most = zeros();
+    for (int i = 0; i < num_registers; ++i) {
+      x[i] = load(from + group * size + i * kLanes);
+      zero_if_finite = fma(x[i], zeros(), zero_if_finite);
+      most = max(most, abs(x[i]));
+    }
+    const float largest = reduce_max(most);
+    const Floats inverse = all(largest > 0.0f ? 127.0f / largest : 0.0f);
     int total = 0;
-    for (int part = 0; part < size; part += kLanes) {
-      const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(part == 0 ? a : b, inverse));
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + group * size + part), _mm512_cvtsepi32_epi8(q));
-      total += _mm512_reduce_add_epi32(q);
+    for (int i = 0; i < num_registers; ++i) {
+      const Ints q = round_to_ints(mul(x[i], inverse));
+      put(to + (group * size + i * kLanes) * item_bytes(format), q);
+      total += reduce_add(q);
     }
     scale[first_group + group] = largest / 127.0f;
     sum[first_group + group] = -128 * total;
@@ -255,7 +303,7 @@ void Inputs::set(Format format, int row, const float* from, int columns) {
     float& weight = weighed[(first_group + group) / 2];
     weight = (group % 2 == 0 ? 0.0f : weight) + largest / 127.0f * total;
   }
-  if (std::isnan(_mm512_reduce_add_ps(zero_if_finite))) scale[first_group] = std::numeric_limits<float>::quiet_NaN();
+  if (std::isnan(reduce_add(zero_if_finite))) scale[first_group] = std::numeric_limits<float>::quiet_NaN();
 }
 
 void multiply(const Linear& linear, Variant variant, int first_panel, const Inputs& inputs, int first_row, int num_rows,
@@ -271,10 +319,10 @@ void multiply(const Linear& linear, Variant variant, int first_panel, const Inpu
   }
   if (linear.scale == nullptr && linear.bias == nullptr) return;
   for (int row = 0; row < num_rows; ++row)
-    for (int p = 0; p < variant.panels * kPanel; p += kPanel) {
-      __m512 value = load(tile + row * kStrip + p);
-      if (linear.scale != nullptr) value = _mm512_mul_ps(value, load(linear.scale + first_panel * kPanel + p));
-      if (linear.bias != nullptr) value = _mm512_add_ps(value, load(linear.bias + first_panel * kPanel + p));
+    for (int p = 0; p < variant.panels * kPanel; p += kLanes) {
+      Floats value = load(tile + row * kStrip + p);
+      if (linear.scale != nullptr) value = mul(value, load(linear.scale + first_panel * kPanel + p));
+      if (linear.bias != nullptr) value = add(value, load(linear.bias + first_panel * kPanel + p));
       store(tile + row * kStrip + p, value);
     }
 }

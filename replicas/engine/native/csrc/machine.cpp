@@ -26,53 +26,50 @@ double least_seconds(Pool& pool, int rounds, const Body& body) {
 // `streams` places at once, with or without asking for what comes next.
 void read(const uint8_t* data, size_t bytes, int streams, bool ahead) {
   const size_t each = bytes / streams / 256 * 256;
-  __m512i sum[4] = {};
+  constexpr int kSums = 256 / kRegister;
+  Ints sum[kSums] = {};
   for (size_t at = 0; at < each; at += 256)
     for (int stream = 0; stream < streams; ++stream) {
       const uint8_t* from = data + stream * each + at;
-      for (int i = 0; i < 4; ++i) {
-        if (ahead) _mm_prefetch(reinterpret_cast<const char*>(from) + 4096 + i * 64, _MM_HINT_T0);
-        sum[i] = _mm512_xor_si512(sum[i], _mm512_loadu_si512(from + i * 64));
-      }
+      for (int line = 0; ahead && line < 256; line += 64)
+        _mm_prefetch(reinterpret_cast<const char*>(from) + 4096 + line, _MM_HINT_T0);
+#pragma GCC unroll 8
+      for (int i = 0; i < kSums; ++i) sum[i] = exclusive_or(sum[i], load_ints(from + i * kRegister));
     }
-  const __m512i all = _mm512_xor_si512(_mm512_xor_si512(sum[0], sum[1]), _mm512_xor_si512(sum[2], sum[3]));
-  asm volatile("" ::"v"(all));
+  for (Ints& one : sum) pin(one);
 }
 
 constexpr long kMultiplies = 20'000'000;
 constexpr int kSums = 12;  // more than latency times throughput
 
-void multiply_wide() {
-  __m512 sum[kSums] = {};
-  const __m512 x = _mm512_set1_ps(0.0f);
+// One operation on each of the sums, over and over.
+template <class Sum, class Operation>
+void repeat(const Operation& operation) {
+  Sum sum[kSums] = {};
   for (long i = 0; i < kMultiplies / kSums; ++i)
 #pragma GCC unroll 12
-    for (__m512& one : sum) {
-      one = _mm512_fmadd_ps(x, x, one);
-      asm volatile("" : "+v"(one));
+    for (Sum& one : sum) {
+      one = operation(one);
+      pin(one);
     }
+}
+
+void multiply_wide() {
+  const Floats x = zeros();
+  repeat<Floats>([&](Floats sum) { return fma(x, x, sum); });
 }
 
 void multiply_narrow() {
-  __m512 sum[kSums] = {};
-  const __m512bh x = (__m512bh)_mm512_setzero_si512();
-  for (long i = 0; i < kMultiplies / kSums; ++i)
-#pragma GCC unroll 12
-    for (__m512& one : sum) {
-      one = _mm512_dpbf16_ps(one, x, x);
-      asm volatile("" : "+v"(one));
-    }
+  const Pairs weight = Pairs::from(all_ints(0));
+  const PairItem x[2] = {};
+  repeat<Floats>([&](Floats sum) { return weight.add_to(sum, x); });
 }
 
+template <class Dot>
 void multiply_bytes() {
-  __m512i sum[kSums] = {};
-  const __m512i x = _mm512_setzero_si512();
-  for (long i = 0; i < kMultiplies / kSums; ++i)
-#pragma GCC unroll 12
-    for (__m512i& one : sum) {
-      one = _mm512_dpbusd_epi32(one, x, x);
-      asm volatile("" : "+v"(one));
-    }
+  const typename Dot::Weight weight = Dot::prepare(all_ints(0));
+  const uint8_t x[8] = {};
+  repeat<Ints>([&](Ints sum) { return Dot::add(sum, weight, x); });
 }
 
 }  // namespace
@@ -92,10 +89,18 @@ double read_rate(const void* data, size_t bytes, int threads, int rounds) {
 
 double multiply_rate(int kind, int threads, int rounds) {
   Pool pool(threads);
-  void (*const kinds[])() = {multiply_wide, multiply_narrow, multiply_bytes};
-  const double lanes[] = {16, 32, 64};
-  const double s = least_seconds(pool, rounds, [&](int) { kinds[kind](); });
-  return lanes[kind] * (kMultiplies / kSums * kSums) * threads / s;
+  struct Loop {
+    void (*run)();
+    int kind, multiplies_per_lane;
+  };
+  const Loop loops[] = {{multiply_wide, 0, 1}, {multiply_narrow, 1, 2}, {multiply_bytes<ByteDot>, 2, 4}, {multiply_bytes<NibbleDot>, 2, 4}};
+  double best = 0.0;
+  for (const Loop& loop : loops) {
+    if (loop.kind != kind) continue;
+    const double s = least_seconds(pool, rounds, [&](int) { loop.run(); });
+    best = std::max(best, static_cast<double>(kLanes) * loop.multiplies_per_lane * (kMultiplies / kSums * kSums) * threads / s);
+  }
+  return best;
 }
 
 }  // namespace ts

@@ -19,12 +19,12 @@ constexpr size_t kTunedLinears = 24;  // enough of them not to lie in a cache, f
 constexpr int kOwnRows = 2;
 
 void normalize(const float* from, const float* weight, float eps, int size, float* to) {
-  __m512 squares = _mm512_setzero_ps();
+  Floats squares = zeros();
   for (int i = 0; i < size; i += kLanes) {
-    const __m512 x = _mm512_maskz_loadu_ps(first(size - i), from + i);
-    squares = _mm512_fmadd_ps(x, x, squares);
+    const Floats x = load_first(from + i, size - i, zeros());
+    squares = fma(x, x, squares);
   }
-  const float scale = 1.0f / std::sqrt(_mm512_reduce_add_ps(squares) / size + eps);
+  const float scale = 1.0f / std::sqrt(reduce_add(squares) / size + eps);
   for (int i = 0; i < size; ++i) to[i] = from[i] * scale * weight[i];
 }
 
@@ -247,10 +247,11 @@ void Model::run(const Batch& batch, int thread) {
   };
   const auto gate = [&](int first, int count, int row, const float* tile) {
     float* to = mlp_.data() + static_cast<size_t>(row) * mlp_width_ + first / 2;
-    for (int pair = 0; pair < count / 32 && first / 2 + pair * kLanes < mlp_width_; ++pair) {
-      const __m512 g = load(tile + pair * 32), u = load(tile + pair * 32 + 16);
-      const __m512 below = _mm512_add_ps(_mm512_set1_ps(1.0f), exp(_mm512_sub_ps(_mm512_setzero_ps(), g)));
-      ts::store(to + pair * kLanes, _mm512_mul_ps(_mm512_div_ps(g, below), u));
+    const int width = std::min(count / 2, mlp_width_ - first / 2);
+    for (int i = 0; i < width; i += kLanes) {
+      const float* pair = tile + i / kPanel * 2 * kPanel + i % kPanel;
+      const Floats g = load(pair), u = load(pair + kPanel);
+      ts::store(to + i, mul(div(g, add(all(1.0f), exp(sub(zeros(), g)))), u));
     }
   };
   // `from` [rows, columns] as a product's inputs, normalized if there is a weight for that, through the matrix.
@@ -281,15 +282,14 @@ void Model::run(const Batch& batch, int thread) {
   Tasks& tasks = tasks_[own.next_tasks];
   for (int row = tasks.take(); row < batch.num_samples; row = tasks.take()) {
     const float* logits = batch.logits + static_cast<size_t>(row) * shape.vocab;
-    __m512 most = _mm512_set1_ps(-INFINITY);
-    __mmask16 not_numbers = 0;
+    Floats most = all(-INFINITY);
+    bool not_numbers = false;
     for (int i = 0; i < shape.vocab; i += kLanes) {
-      const __mmask16 mask = first(shape.vocab - i);
-      const __m512 x = _mm512_mask_loadu_ps(most, mask, logits + i);
-      not_numbers |= _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-      most = _mm512_max_ps(most, x);
+      const Floats x = load_first(logits + i, shape.vocab - i, most);
+      not_numbers |= any_nan(x);
+      most = max(most, x);
     }
-    const float best = _mm512_reduce_max_ps(most);
+    const float best = reduce_max(most);
     batch.best[row] = -1;
     if (not_numbers || !std::isfinite(best)) continue;
     batch.best[row] = std::find(logits, logits + shape.vocab, best) - logits;
@@ -392,10 +392,10 @@ void Model::finish(const Batch& batch, const Item& item, int kv_head, const Part
   for (int row = 0; row < item.num_rows; ++row)
     for (int g = 0; g < group_; ++g) {
       const int index = row * group_ + g;
-      const __m512 inverse = _mm512_set1_ps(1.0f / partial.total[index]);
+      const Floats inverse = all(1.0f / partial.total[index]);
       float* to = attended_.data() + (static_cast<size_t>(first_row + row) * shape.heads + kv_head * group_ + g) * dim;
       const float* from = partial.weighted.data() + static_cast<size_t>(index) * dim;
-      for (int d = 0; d < dim; d += kLanes) store(to + d, _mm512_mul_ps(load(from + d), inverse));
+      for (int d = 0; d < dim; d += kLanes) store(to + d, mul(load(from + d), inverse));
     }
 }
 
