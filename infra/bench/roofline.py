@@ -25,7 +25,8 @@ READ_BYTES = 512 * 2**20
 NUM_ROUNDS = 5
 PREFILL_TOKENS = 1024
 PRODUCT_FORMATS = {"fp32": "fp32", "bf16": "bf16", "int8": "int8", "int4": "int8"}
-_PRODUCT_SIZE = 2048
+_PRODUCT_SIZES = (256, 2048)
+_MOST_SECONDS = 2.0
 _KINDS = ("fp32", "bf16", "int8")  # csrc/machine.h
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -99,14 +100,21 @@ def _torch_read_rate(data: np.ndarray) -> float:
 
 
 def _torch_rate(kind: str) -> float:
-    shape = (_PRODUCT_SIZE, _PRODUCT_SIZE)
+    """Where torch has no kernel for a format, a large product takes minutes: a small one tells whether to try."""
+    rate = 0.0
+    for size in _PRODUCT_SIZES:
+        if rate and size**3 / rate * NUM_ROUNDS > _MOST_SECONDS:
+            break
+        rate = max(rate, size**3 / _least_seconds(_torch_product(kind, size)))
+    return rate
+
+
+def _torch_product(kind: str, size: int) -> Callable[[], object]:
     if kind == "int8":
-        a = torch.ones(shape, dtype=torch.int8)
-        seconds = _least_seconds(lambda: torch._int_mm(a, a))
-    else:
-        b = torch.ones(shape, dtype=_DTYPES[kind])
-        seconds = _least_seconds(lambda: b @ b)
-    return _PRODUCT_SIZE**3 / seconds
+        a = torch.ones((size, size), dtype=torch.int8)
+        return lambda: torch._int_mm(a, a)
+    b = torch.ones((size, size), dtype=_DTYPES[kind])
+    return lambda: b @ b
 
 
 def weight_bytes(architecture: ArchitectureConfig, precision: str) -> int:

@@ -67,9 +67,13 @@ void multiply_narrow() {
 
 template <class Dot>
 void multiply_bytes() {
-  const typename Dot::Weight weight = Dot::prepare(all_ints(0));
-  const uint8_t x[8] = {};
-  repeat<Ints>([&](Ints sum) { return Dot::add(sum, weight, x); });
+  uint8_t x[8] = {};
+  asm volatile("" : "+m"(x));  // what a compiler knows to be 0 it doesn't multiply
+  Ints bytes = all_ints(0);
+  repeat<Ints>([&](Ints sum) {
+    pin(bytes);  // else the products, which are always the same, would be made once
+    return Dot::add(sum, Dot::prepare(bytes), x);
+  });
 }
 
 }  // namespace

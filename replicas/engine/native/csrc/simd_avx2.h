@@ -89,7 +89,8 @@ inline Ints spread(const void* p) {
   return _mm256_set1_epi32(four);
 }
 
-// Keeps a sum in a register, and its chain of additions as it is written.
+// Keeps a sum in a register, and its chain of additions as it is written: the compiler would add products pairwise, all of them
+// waiting in memory.
 inline void pin(Floats& a) { asm volatile("" : "+x"(a)); }
 inline void pin(Ints& a) { asm volatile("" : "+x"(a)); }
 
@@ -111,7 +112,9 @@ struct ByteDot {
   static Weight prepare(Ints a) { return {_mm256_and_si256(a, _mm256_set1_epi16(0xff)), _mm256_srli_epi16(a, 8)}; }
   static Ints add(Ints dot, Weight weight, const uint8_t* x) {
     dot = _mm256_add_epi32(dot, _mm256_madd_epi16(weight.even, spread(x)));
-    return _mm256_add_epi32(dot, _mm256_madd_epi16(weight.odd, spread(x + 4)));
+    dot = _mm256_add_epi32(dot, _mm256_madd_epi16(weight.odd, spread(x + 4)));
+    pin(dot);
+    return dot;
   }
   static Ints finish(Ints dot) { return dot; }
   // Numbers of a register, which fit into int8, as inputs.
@@ -130,7 +133,9 @@ struct NibbleDot {
   static Weight prepare(Ints a) { return {a}; }
   // Sums of 16 bits: eight additions of two products up to 15 * 127 fit.
   static Ints add(Ints dot, Weight weight, const uint8_t* x) {
-    return _mm256_add_epi16(dot, _mm256_maddubs_epi16(weight.bytes, spread(x)));
+    dot = _mm256_add_epi16(dot, _mm256_maddubs_epi16(weight.bytes, spread(x)));
+    pin(dot);
+    return dot;
   }
   static Ints finish(Ints dot) { return _mm256_madd_epi16(dot, _mm256_set1_epi16(1)); }
   static void store(uint8_t* p, Ints a) {
