@@ -70,7 +70,7 @@ def measure_machine(num_threads: int) -> Machine:
     """Takes some seconds. The best of our own loops and torch's for each figure."""
     torch.set_num_threads(num_threads)
     library = load()
-    data = np.frombuffer(mmap.mmap(-1, READ_BYTES), dtype=np.uint8)
+    data = np.frombuffer(mmap.mmap(-1, READ_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=np.uint8)
     data[:] = 1
     rates = {"bandwidth": {"torch": _torch_read_rate(data)}}
     for kind in _KINDS:

@@ -54,13 +54,14 @@ def load_model(model: ModelConfig, engine: EngineConfig, *, num_threads: int, re
     Raises ConfigError if the model isn't one we compute or the formats aren't possible here, CapacityError if it doesn't fit.
     """
     device = choose_device(engine.device)
-    dtype = choose_dtype(model.dtype, device)
     config = architecture(model)
-    library = _native_library(engine, device, dtype_name(dtype), config)
+    library = _native_library(engine, device, model.dtype, config)
     budget = _Budget(model, engine, device, replicas_on_node, config)
-    if library is not None:
-        return _load_native(model, engine, library, dtype_name(dtype), num_threads, budget)
-    return _load_torch(model, engine, device, dtype, budget)
+    if library is None:
+        return _load_torch(model, engine, device, choose_dtype(model.dtype, device), budget)
+    # The kernels read bf16 at full speed on every CPU, also where torch would emulate it.
+    dtype = "bf16" if model.dtype == "auto" else model.dtype
+    return _load_native(model, engine, library, dtype, num_threads, budget)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ def _native_library(engine: EngineConfig, device: torch.device, dtype: str, conf
         reason = f"they are for CPUs, and engine.device is {device.type}"
     elif engine.attention != "auto":
         reason = f"engine.attention is {engine.attention}"
-    elif dtype not in _NATIVE_DTYPES:
+    elif dtype not in ("auto", *_NATIVE_DTYPES):
         reason = f"model.dtype {dtype} is none of theirs ({', '.join(_NATIVE_DTYPES)})"
     else:
         reason = refusal(config)

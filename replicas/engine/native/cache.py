@@ -38,7 +38,7 @@ class NativeKVCache:
         num_sides = num_layers * num_blocks * num_kv_heads * 2
         num_bytes = num_sides * BLOCK_SIZE * head_dim * _ITEM_BYTES[format]
         # Not torch.zeros, which would write all of it: a quarter of a machine's memory takes seconds.
-        self._numbers = mmap.mmap(-1, num_bytes)
+        self._numbers = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._scales = torch.zeros(num_sides if format == "int8" else 1)
         address = ctypes.addressof(ctypes.c_char.from_buffer(self._numbers))
         library.calls.ts_large_pages(address, num_bytes)

@@ -77,7 +77,7 @@ class Packer:
         address, left = self._free
         if rounded > left:
             size = max(rounded, _PIECE_BYTES)
-            piece = mmap.mmap(-1, size)
+            piece = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self._pieces.append(piece)
             address, left = ctypes.addressof(ctypes.c_char.from_buffer(piece)), size
             self._library.calls.ts_large_pages(address, size)

@@ -233,6 +233,7 @@ void Model::tune() {
 }
 
 void Model::run(const Batch& batch, int thread) {
+  const FlushTiny flush;
   Thread& own = *threads_[thread];
   own.since = Clock::now();
   const int rows = batch.num_rows, hidden = shape.hidden;

@@ -30,6 +30,19 @@ namespace ts {
 
 constexpr size_t kRegister = kLanes * sizeof(float);  // bytes
 
+// While it lives, numbers below 2**-126 are 0 on this thread: weights of far tokens are that small, and each such product would
+// take a hundred cycles.
+class FlushTiny {
+ public:
+  FlushTiny() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
+  ~FlushTiny() { _mm_setcsr(before_); }
+  FlushTiny(const FlushTiny&) = delete;
+  FlushTiny& operator=(const FlushTiny&) = delete;
+
+ private:
+  const unsigned before_;
+};
+
 // e**x to about 2 units in the last place; NaN stays NaN, below -87 it is 0. Cephes' polynomial on [-ln2/2, ln2/2].
 inline Floats exp(Floats x) {
   const Floats bounded = max(all(-104.0f), min(all(88.7f), x));
