@@ -48,8 +48,8 @@ class ModelConfig:
     )
     dtype: str = option(
         "auto",
-        "Number format of weights and activations. auto: bf16 where the device multiplies bf16 natively, else fp32; vLLM on a "
-        "GPU takes the checkpoint's.",
+        "Number format of weights and activations. auto: bf16 where our kernels compute or the device multiplies bf16 "
+        "natively, else fp32; vLLM on a GPU takes the checkpoint's.",
         choices=("auto", "bf16", "fp16", "fp32"),
     )
     max_model_len: int = option(

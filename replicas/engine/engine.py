@@ -36,7 +36,7 @@ from replicas.engine.compute_thread import ComputeThread
 from replicas.engine.scheduler import Scheduler, SchedulerConfig
 from replicas.engine.step import ChunkResult, StepPlan, StepResult
 from replicas.engine.validate import validate
-from replicas.engine.warm_up import NUM_ROUNDS, warm_up_plans
+from replicas.engine.warm_up import num_rounds, warm_up_plans
 from replicas.errors import EngineError
 from replicas.step_time import StepTimeModel
 
@@ -123,8 +123,9 @@ class NativeEngine:
     def warm_up(self) -> None:
         """Compute a few steps for nobody (see warm_up.py), a second or so. Before `start`, on the thread that will step."""
         for plan in warm_up_plans(self._info):
+            started = time.perf_counter()
             self._runner.run(plan)  # the first of its kind says nothing about those that follow
-            for _ in range(NUM_ROUNDS):
+            for _ in range(num_rounds(time.perf_counter() - started)):
                 self._run(plan)
         self._stats = self._snapshot()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 from replicas.contract import EngineInfo, SamplingParams
 from replicas.engine.step import SampleSpec, SequenceChunk, StepPlan
 
-NUM_ROUNDS = 3
+_MOST_ROUNDS = 3
+_ROUND_SECONDS = 0.3
 _CONTEXT = 512
 _SHORT_CONTEXT = 64
 _BATCH_SIZES = (1, 4, 16)
@@ -33,6 +34,11 @@ def warm_up_plans(info: EngineInfo) -> list[StepPlan]:
         if size <= info.max_num_seqs and size * blocks_each <= info.num_blocks:
             plans.append(StepPlan(tuple(_chunk(info, i, i * blocks_each, short, 1) for i in range(size))))
     return plans
+
+
+def num_rounds(first_seconds: float) -> int:
+    """How often to repeat a step whose first run took so long: a slow machine shall start soon as well."""
+    return max(1, min(_MOST_ROUNDS, int(_ROUND_SECONDS / max(first_seconds, 1e-9))))
 
 
 def _chunk(info: EngineInfo, index: int, first_block: int, start: int, num_tokens: int) -> SequenceChunk:

@@ -8,7 +8,7 @@ from scripted_runner import make_request
 from replicas.contract import EngineInfo, StepTimeCoefficients
 from replicas.engine.engine import NativeEngine
 from replicas.engine.step import StepPlan, StepResult
-from replicas.engine.warm_up import warm_up_plans
+from replicas.engine.warm_up import num_rounds, warm_up_plans
 from replicas.fake_engine import FakeRunner
 from replicas.step_time import StepTimeModel
 
@@ -49,3 +49,7 @@ def test_a_warmed_up_engine_has_a_step_time_model_and_has_served_nobody() -> Non
     assert (stats.started_total, stats.num_blocks_used, stats.num_blocks_cached) == (0, 0, 0)
     engine.submit(make_request("a", (1, 2, 3)))
     assert engine.step_once() is not None
+
+
+def test_a_slow_machine_repeats_its_warm_up_less():
+    assert [num_rounds(seconds) for seconds in (0.0, 0.01, 0.12, 0.7, 20.0)] == [3, 3, 2, 1, 1]

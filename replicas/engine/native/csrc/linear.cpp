@@ -48,15 +48,25 @@ size_t item_bytes(Format format) {
 
 bool is_integer(Format format) { return step_columns(format) == kGroup; }
 
-// Asks for `lines` lines of memory a step.
-struct Ahead {
-  const uint8_t* data;
-  int lines;
+// Asks for so many lines of memory evenly over a product's steps.
+class Ahead {
+ public:
+  Ahead(const uint8_t* data, size_t num_lines, size_t steps) : data_(reinterpret_cast<const char*>(data)) {
+    if (num_lines == 0) return;
+    lines_ = (num_lines + steps - 1) / steps;
+    while (lines_ == 1 && num_lines << (shift_ + 1) <= steps) ++shift_;
+  }
 
   void ask(size_t step) const {
-    const char* from = reinterpret_cast<const char*>(data) + step * lines * 64;
-    for (int line = 0; line < lines; ++line) _mm_prefetch(from + line * 64, _MM_HINT_T1);
+    if ((step & ((size_t{1} << shift_) - 1)) != 0) return;
+    const char* from = data_ + (step >> shift_) * lines_ * 64;
+    for (size_t line = 0; line < lines_; ++line) _mm_prefetch(from + line * 64, _MM_HINT_T1);
   }
+
+ private:
+  const char* data_;
+  size_t lines_ = 0;  // at every 2**shift-th step
+  int shift_ = 0;
 };
 
 // R rows by N registers of outputs that lie side by side in a strip, all of K in order.
@@ -184,9 +194,9 @@ void rows_of_floats(const Linear& linear, const uint8_t* strip, int first_panel,
                     float* tile) {
   constexpr int kAtOnce = at_once(R, P), kPasses = P * kPerPanel / kAtOnce;
   const uint8_t* input = inputs.numbers.data() + first_row * (linear.columns * item_bytes(linear.format));
-  const size_t share = next.bytes / kPasses, steps = linear.columns / (kNarrow ? 2 : 1);
+  const size_t share = next.bytes / kPasses / 64 * 64, steps = linear.columns / (kNarrow ? 2 : 1);
   for (int pass = 0; pass < kPasses; ++pass) {
-    const Ahead ahead{next.data + pass * share, static_cast<int>((share / 64 + steps - 1) / steps)};
+    const Ahead ahead(next.data + pass * share, share / 64, steps);
     const size_t first = pass * kAtOnce;
     multiply_floats<kNarrow, R, kAtOnce>(strip + first_panel * 64 + first * kRegister, input, linear.columns, ahead, tile + first * kLanes);
   }
@@ -198,9 +208,9 @@ void rows_of_integers(const Linear& linear, const uint8_t* strip, int first_pane
   constexpr Layout kLayout = layout(F);
   // One row needs many registers for enough sums under way, many rows have no room for more than one.
   constexpr int kAtOnce = R == 1 ? P * kPerPanel : R == 2 ? 2 : 1, kPasses = P * kPerPanel / kAtOnce;
-  const size_t share = next.bytes / kPasses, groups = linear.columns / kGroup;
+  const size_t share = next.bytes / kPasses / 64 * 64, groups = linear.columns / kGroup;
   for (int pass = 0; pass < kPasses; ++pass) {
-    const Ahead ahead{next.data + pass * share, static_cast<int>((share / 64 + groups - 1) / groups)};
+    const Ahead ahead(next.data + pass * share, share / 64, groups);
     const int first = pass * kAtOnce, panel = first_panel + first / kPerPanel, lane = first % kPerPanel * kLanes;
     const uint8_t* weights = strip + panel * kLayout.panel + lane * 4;
     const uint8_t* halves = strip + kLayout.halves + panel * kLayout.next_halves + lane * 2;

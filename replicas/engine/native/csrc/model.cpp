@@ -14,7 +14,9 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kTaskRows = 48;
 constexpr size_t kBegin = 16384;  // bytes
-constexpr size_t kTunedLinears = 24;  // enough of them not to lie in a cache, few enough to take a tenth of a second
+// Matrices to time products with: for few rows enough of them not to lie in a cache, for many, which multiply longer than they
+// read, as many as take no time.
+constexpr size_t kTunedLinears = 24, kTunedByManyRows = 6;
 // Up to so many rows every thread prepares a product's inputs for itself: that takes less time than meeting at a barrier.
 constexpr int kOwnRows = 2;
 
@@ -217,8 +219,8 @@ void Model::tune() {
         if (linear->format == static_cast<Format>(format)) linears.push_back(linear);
     if (linears.empty() && head.format == static_cast<Format>(format)) linears.push_back(&head);
     if (linears.empty()) continue;
-    if (linears.size() > kTunedLinears) linears.resize(kTunedLinears);
     for (int row_class = 0; row_class < kRowClasses; ++row_class) {
+      linears.resize(std::min(linears.size(), row_class < 3 ? kTunedLinears : kTunedByManyRows));
       const int num_rows = std::min(1 << row_class, kTaskRows);
       inputs_.reserve(num_rows, widest);
       double least = 1e9;
