@@ -55,6 +55,9 @@ PRECISIONS = ("bf16", "int8", "int4")
 SEQUENCES = (1, 4, 16, 32)
 SHORT, LONG = 128, 1024
 FULL = bool(os.environ.get("FULL"))
+MOST_PREFILL_SECONDS = 60.0  # of one prompt: an engine that would take longer is left out, FULL=1 waits for it
+MOST_POINT_SECONDS = 90.0  # of all prompts of a point: likewise, that engine there
+FIRST_TOKENS = 16
 NUM_TOKENS = {SHORT: 128 if FULL else 64, LONG: 64 if FULL else 24}
 MODELS = Path.home() / ".cache/trieserve/bench" / model_revision(ModelConfig())
 PLOT = HERE.parents[1] / "runs/bench_engine.png"
@@ -113,7 +116,10 @@ def measure(peer: Peer, point: Point, prompts: Prompts) -> float:
     return peer.decode(prompts.take(count, context), NUM_TOKENS[context]).tokens_per_s
 
 
-def compare(running: dict[Engine, Peer], points: Sequence[Point], rounds: int, progress: Progress) -> Samples:
+def compare(
+    running: dict[Engine, Peer], points: Sequence[Point], rounds: int, progress: Progress, pace: dict[Engine, float]
+) -> Samples:
+    """`pace`: tokens/s of each engine's prompts, made better here where prompts are measured."""
     samples: Samples = {point: defaultdict(list) for point in points}
     prompts = Prompts()
     task = progress.add_task("engines in turn", total=len(points) * rounds * len(running))
@@ -121,12 +127,25 @@ def compare(running: dict[Engine, Peer], points: Sequence[Point], rounds: int, p
         for point in points:
             for engine, peer in list(running.items()):
                 progress.update(task, description=f"{engine[0]} {engine[1]}: {point[1] or 'prefill'} x {point[0]}", advance=1)
+                if point[0] * point[1] / pace[engine] > MOST_POINT_SECONDS and not FULL:
+                    continue
                 try:
-                    samples[point][engine].append(measure(peer, point, prompts))
+                    rate = measure(peer, point, prompts)
+                    samples[point][engine].append(rate)
+                    if point[1] == 0:
+                        pace[engine] = rate
                 except PeerError as error:
                     print(f"note: {error}", file=sys.stderr)
                     del running[engine]
     return samples
+
+
+def expected_prefill_s(peer: Peer, first_s: float) -> float:
+    """Of a whole prompt, from short ones. A second one where the first, which warms up, seems slow: torch emulates bf16 on CPUs
+    without it, and takes minutes."""
+    if first_s * PREFILL_TOKENS / FIRST_TOKENS > MOST_PREFILL_SECONDS:
+        first_s = peer.prefill(Prompts().take(1, FIRST_TOKENS)[0])
+    return first_s * PREFILL_TOKENS / FIRST_TOKENS
 
 
 def ratios(samples: Samples, context: int) -> dict[str, dict[str, dict[str, float]]]:
@@ -190,23 +209,29 @@ def engines(chosen: argparse.Namespace, parts: Sequence[str], progress: Progress
     figures: dict[str, Any] = {"left_out": [], "versions": {}, "options": {}, "start_s_of": {}}
     with ExitStack() as stack:
         running: dict[Engine, Peer] = {}
+        pace: dict[Engine, float] = {}
         starting = progress.add_task("starting engines", total=None)
         for engine in chosen_engines(chosen.engines.split(",")):
             progress.update(starting, description=f"starting {engine[0]} {engine[1]}")
             try:
                 peer = stack.enter_context(Peer(*engine, chosen.models, threads=chosen.threads))
-                first_s = peer.prefill(Prompts().take(1, 16)[0])
+                first_s = peer.prefill(Prompts().take(1, FIRST_TOKENS)[0])
+                slow_s = expected_prefill_s(peer, first_s)
             except PeerError as error:
                 print(f"note: {error}", file=sys.stderr)
-                figures["left_out"].append(" ".join(engine))
+                figures["left_out"].append(f"{' '.join(engine)}: {error}")
+                continue
+            if slow_s > MOST_PREFILL_SECONDS and not FULL:
+                figures["left_out"].append(f"{' '.join(engine)}: a prompt of {PREFILL_TOKENS} tokens would take {slow_s:.0f} s")
                 continue
             running[engine] = peer
+            pace[engine] = PREFILL_TOKENS / slow_s
             figures["versions"][engine[0]] = peer.version
             figures["options"][" ".join(engine)] = peer.options
             figures["start_s_of"][" ".join(engine)] = round(peer.load_s + first_s, 2)
         progress.remove_task(starting)
-        samples = compare(running, points, chosen.rounds, progress)
-        samples |= compare(running, long_points, 1, progress)
+        samples = compare(running, points, chosen.rounds, progress, pace)
+        samples |= compare(running, long_points, 1, progress, pace)
         figures["peak_rss_mib"] = {" ".join(engine): peer.memory() // 2**20 for engine, peer in running.items()}
     figures["start_s"] = figures["start_s_of"].get(f"{OURS} int4")
     figures["tokens_per_s"] = shown(samples)
