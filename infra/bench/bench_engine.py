@@ -219,7 +219,7 @@ def engines(chosen: argparse.Namespace, parts: Sequence[str], progress: Progress
                 slow_s = expected_prefill_s(peer, first_s)
             except PeerError as error:
                 print(f"note: {error}", file=sys.stderr)
-                figures["left_out"].append(f"{' '.join(engine)}: {error}")
+                figures["left_out"].append(f"{' '.join(engine)}: {str(error).partition(';')[0]}")
                 continue
             if slow_s > MOST_PREFILL_SECONDS and not FULL:
                 figures["left_out"].append(f"{' '.join(engine)}: a prompt of {PREFILL_TOKENS} tokens would take {slow_s:.0f} s")
