@@ -6,6 +6,7 @@
 #   make check                                                          lint, format, types, layout
 #   make bench-serving | bench-router | bench-datapath | bench-vllm [ARGS="..."]     measurements
 #   make bench-machine | profile-step | bench-engine [ARGS="..."]       what the machine can do; where a step's time goes; us and peers
+#   make bench-speculation [ARGS="..."]                                 with draft tokens and without
 #   make bench-peers-setup                                              the engines that bench-engine compares with, and the model for each
 
 # A python3.11 on the path may be a version manager's stub that only complains: ask it to do something.
@@ -37,11 +38,11 @@ LLAMA_CPP := llama-cpp-python==0.3.36
 OPENVINO := openvino-genai==2026.4.1.0 optimum-intel[openvino]==2.2.0 nncf==3.4.0
 
 .PHONY: setup setup-vllm serve test test-vllm check bench-serving bench-router bench-datapath bench-vllm clean
-.PHONY: bench-machine profile-step bench-engine bench-peers-setup
+.PHONY: bench-machine profile-step bench-engine bench-peers-setup bench-speculation
 .DEFAULT_GOAL := help
 
 help:
-	@sed -n '3,9s/^# *//p' Makefile
+	@sed -n '3,10s/^# *//p' Makefile
 .PHONY: help
 
 setup: $(DEV_STAMP)
@@ -80,6 +81,9 @@ bench-machine: $(DEV_STAMP)
 
 profile-step: $(DEV_STAMP)
 	$(RUN) infra/bench/profile_step.py $(ARGS)
+
+bench-speculation: $(DEV_STAMP)
+	$(RUN) infra/bench/bench_speculation.py $(ARGS)
 
 bench-engine: $(DEV_STAMP)
 	$(RUN) infra/bench/bench_engine.py $(ARGS)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from configs.schema import EMBEDDED_MODEL, AppConfig, FleetConfig, VllmConfig
+from configs.schema import EMBEDDED_MODEL, AppConfig, FleetConfig, SpeculationConfig, VllmConfig
 
 SECRET_FROM_ENVIRONMENT = "env:"
 MIN_SECRET_CHARS = 16
@@ -56,6 +56,8 @@ def warnings(config: AppConfig) -> list[str]:
             found.append(f"{prefix}model.adapters: engine.kind {kind} computes none; a request for one is refused (400)")
         if fleet.engine.vllm != VllmConfig():
             found.append(f"{prefix}engine.vllm: engine.kind {kind} doesn't read it")
+        if kind == "fake" and fleet.engine.speculation != SpeculationConfig():
+            found.append(f"{prefix}engine.speculation: engine.kind fake doesn't read it")
     return found
 
 

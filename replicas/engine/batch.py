@@ -36,6 +36,7 @@ class Span:
 @dataclass(frozen=True, slots=True)
 class Batch:
     """`sample_rows[i]` is the row whose logits `sample_specs[i]` draws from, for the plan's chunk `sample_chunks[i]`.
+    Those of a chunk with draft tokens follow each other.
 
     `fresh_blocks` are blocks that this step begins to fill and leaves partly empty.
     """
@@ -79,9 +80,10 @@ def build_batch(plan: StepPlan, block_size: int) -> Batch:
         if last_block_start >= chunk.start and end % block_size:
             batch.fresh_blocks.append(table[last_block_start // block_size])
         if chunk.sample is not None:
-            batch.sample_rows.append(span.end_row - 1)
-            batch.sample_specs.append(chunk.sample)
-            batch.sample_chunks.append(index)
+            num_samples = 1 + len(chunk.draft_samples)
+            batch.sample_rows.extend(range(span.end_row - num_samples, span.end_row))
+            batch.sample_specs.extend((chunk.sample, *chunk.draft_samples))
+            batch.sample_chunks.extend([index] * num_samples)
     return batch
 
 

@@ -91,6 +91,12 @@ class BlockPool:
         table.append(self._fresh())
         return True
 
+    def shrink(self, table: list[int], num_blocks: int) -> None:
+        """Give up the blocks of `table` beyond `num_blocks`."""
+        beyond = table[num_blocks:]
+        del table[num_blocks:]
+        self.release(beyond)
+
     def release(self, table: list[int]) -> None:
         """Give up a whole table, leaving it empty; named blocks that nobody else holds stay cached, last one oldest."""
         while table:

@@ -34,6 +34,7 @@ from replicas.contract import (
 )
 from replicas.engine.compute_thread import ComputeThread
 from replicas.engine.scheduler import Scheduler, SchedulerConfig
+from replicas.engine.speculate.drafter import Drafter, make_drafter
 from replicas.engine.step import ChunkResult, StepPlan, StepResult
 from replicas.engine.validate import validate
 from replicas.engine.warm_up import num_rounds, warm_up_plans
@@ -65,6 +66,7 @@ class NativeEngine:
         max_queued_requests: int = 512,
         chunked_prefill: bool = True,
         prefix_caching: bool = True,
+        drafter: Drafter | None = None,
         clock: Callable[[], float] = time.monotonic,
         thread: ComputeThread | None = None,
     ) -> None:
@@ -84,7 +86,8 @@ class NativeEngine:
                 eos_token_ids=info.eos_token_ids,
                 chunked_prefill=chunked_prefill,
                 prefix_caching=prefix_caching,
-            )
+            ),
+            drafter,
         )
         self._thread = thread
         self._output_thread: ComputeThread | None = None  # since `start`
@@ -106,10 +109,12 @@ class NativeEngine:
         cls, config: AppConfig, runner: Runner, info: EngineInfo, thread: ComputeThread | None = None
     ) -> NativeEngine:
         """The engine that `config.engine` describes; `info` is what the loaded model and its KV cache turned out to be."""
+        step_time = StepTimeModel()
         return cls(
             runner,
             info,
-            StepTimeModel(),
+            step_time,
+            drafter=make_drafter(config.engine.speculation, step_time),
             max_queued_requests=config.engine.max_queued_requests,
             chunked_prefill=config.engine.chunked_prefill,
             prefix_caching=config.engine.prefix_caching,
@@ -232,7 +237,8 @@ class NativeEngine:
         result = self._runner.run(plan)
         for chunk, outcome in zip(plan.chunks, result.chunks, strict=True):
             sampled = outcome.token_id is not None
-            if chunk.request_id != outcome.request_id or (outcome.error is None and sampled != (chunk.sample is not None)):
+            fits = outcome.error is not None or sampled == (chunk.sample is not None)
+            if chunk.request_id != outcome.request_id or not fits or len(outcome.further) > len(chunk.draft_samples):
                 raise EngineError("the runner's results don't match the plan")
         return result
 

@@ -114,6 +114,11 @@ def _load_native(
     if quantization == "fp8":
         raise ConfigError("engine.quantization=fp8 is for GPUs that have it; on a CPU int8 takes the same memory")
     kv_format = engine.kv_cache_dtype if engine.kv_cache_dtype != "auto" else dtype
+    if kv_format == "int8" and engine.speculation.method:
+        raise ConfigError(
+            "engine.kv_cache_dtype=int8 shares a scale among the tokens of a block, and a draft token that is refused would "
+            "leave its mark on those before it; choose bf16, or no engine.speculation.method"
+        )
     loaded = NativeModel(
         library,
         config,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -13,8 +14,9 @@ from replicas.contract import EngineInfo
 from replicas.engine.batch import build_batch
 from replicas.engine.capacity import Capacity
 from replicas.engine.load_model import load_model
-from replicas.engine.sampler import Sampler
-from replicas.engine.step import ChunkResult, StepPlan, StepResult
+from replicas.engine.sampler import SampleOutcome, Sampler
+from replicas.engine.speculate.verify import standing
+from replicas.engine.step import ChunkResult, DrawnToken, SequenceChunk, StepPlan, StepResult
 from replicas.engine.step_model import StepModel
 from replicas.model_source import eos_token_ids, model_revision
 
@@ -70,10 +72,19 @@ class Runner:
         if computed is not None:
             with torch.inference_mode():
                 outcomes = self._sampler.sample(computed.logits, batch.sample_specs, computed.best)
-        for index, outcome in zip(batch.sample_chunks, outcomes, strict=True):
-            request_id = plan.chunks[index].request_id
-            results[index] = ChunkResult(request_id, outcome.token_id, outcome.logprob, outcome.error)
+        first = 0
+        while first < len(outcomes):
+            index = batch.sample_chunks[first]
+            end = first + 1 + len(plan.chunks[index].draft_samples)
+            results[index] = _result(plan.chunks[index], outcomes[first:end])
+            first = end
         return StepResult(tuple(results), time.perf_counter() - started_s)
+
+
+def _result(chunk: SequenceChunk, outcomes: Sequence[SampleOutcome]) -> ChunkResult:
+    first, *others = standing(chunk.draft_token_ids, outcomes)
+    further = tuple(DrawnToken(one.token_id, one.logprob) for one in others if one.token_id is not None)
+    return ChunkResult(chunk.request_id, first.token_id, first.logprob, first.error, further)
 
 
 def load_runner(model: ModelConfig, engine: EngineConfig, *, num_cpus: float, replicas_on_node: int) -> Runner:

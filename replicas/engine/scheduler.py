@@ -3,8 +3,9 @@
 One rule: each sequence has known tokens that are not computed yet, and a step grants it as many as budget and blocks allow.
 A step goes, in this order,
 1. to running sequences with one pending token (they decode, and never wait behind a prompt), first come first served;
-2. to running sequences with more (prompts under way), likewise;
-3. to waiting sequences, likewise, as long as the next one gets blocks for *all* its known tokens. It takes them at once, so
+2. to draft tokens behind those, as many as `drafter` thinks pay, and as blocks are there for without preempting anybody;
+3. to running sequences with more (prompts under way), first come first served;
+4. to waiting sequences, likewise, as long as the next one gets blocks for *all* its known tokens. It takes them at once, so
    a prompt under way never lacks a block, and only if one block per running sequence remains: else the newcomer, or who
    was preempted a moment ago, would be out again within the next block. Who doesn't fit holds up those behind it, so that
    large prompts are served too.
@@ -35,7 +36,8 @@ from replicas.contract import (
 )
 from replicas.engine.block_pool import BlockPool
 from replicas.engine.sequence import Sequence, SequenceState
-from replicas.engine.step import ChunkResult, SequenceChunk, StepPlan, StepResult
+from replicas.engine.speculate.drafter import DraftCounts, Drafter, DraftRequest, StepLoad
+from replicas.engine.step import ChunkResult, DrawnToken, SequenceChunk, StepPlan, StepResult
 from replicas.errors import ConfigError
 
 
@@ -75,8 +77,9 @@ class Applied:
 class Scheduler:
     """`add` and `abort` at any time; `plan`, run, `apply` in turns. A request's last Delta comes out of the next `apply`."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
+    def __init__(self, config: SchedulerConfig, drafter: Drafter | None = None) -> None:
         self.config = config
+        self._drafter = drafter
         self._pool = BlockPool(config.num_blocks)
         self._sequences: dict[str, Sequence] = {}  # waiting and running
         self._waiting: OrderedDict[str, Sequence] = OrderedDict()
@@ -93,6 +96,7 @@ class Scheduler:
         self._num_hits = 0
         self._num_preemptions = 0
         self._num_steps = 0
+        self._drafts = DraftCounts()
 
     @property
     def has_work(self) -> bool:
@@ -133,13 +137,17 @@ class Scheduler:
         chunks: list[SequenceChunk] = []
         self._planned = []
 
+        decoding: list[Sequence] = []
         index = 0
         while index < len(self._running):  # preemption shortens the list, from its end
             sequence = self._running[index]
             if sequence.num_pending_tokens == 1 and self._has_room(sequence):
-                self._grant(chunks, sequence, 1)
-                budget -= 1
+                decoding.append(sequence)
             index += 1
+        budget -= len(decoding)
+        for sequence, draft in zip(decoding, self._draft(decoding, budget), strict=True):
+            self._grant(chunks, sequence, 1, draft)
+            budget -= len(draft)
 
         for sequence in self._running:
             if budget == 0:
@@ -193,13 +201,44 @@ class Scheduler:
             prefix_queries_total=self._num_prompt_tokens if self.config.prefix_caching else 0,
             prefix_hits_total=self._num_hits,
             preemptions_total=self._num_preemptions,
+            drafts_total=self._drafts.num_drafts,
+            draft_tokens_total=self._drafts.num_tokens,
+            accepted_tokens_total=sum(self._drafts.num_accepted),
+            accepted_per_position_total=tuple(self._drafts.num_accepted),
             steps_total=self._num_steps,
             step_time=step_time,
         )
 
-    def _grant(self, chunks: list[SequenceChunk], sequence: Sequence, num_tokens: int) -> None:
-        chunks.append(sequence.chunk(num_tokens))
+    def _grant(
+        self, chunks: list[SequenceChunk], sequence: Sequence, num_tokens: int, draft_token_ids: tuple[int, ...] = ()
+    ) -> None:
+        chunks.append(sequence.chunk(num_tokens, draft_token_ids))
         self._planned.append(sequence)
+
+    def _draft(self, decoding: list[Sequence], budget: int) -> list[tuple[int, ...]]:
+        """For each sequence its draft tokens, with blocks for them."""
+        if self._drafter is None or not decoding or budget == 0:
+            return [()] * len(decoding)
+        requests = [
+            DraftRequest(one.request_id, one.token_ids, min(one.max_drafts, self.config.max_model_len - len(one.token_ids) - 1))
+            for one in decoding
+        ]
+        prompts = [one for one in self._running if one.num_pending_tokens > 1]
+        num_prompt_tokens = min(budget, sum(one.num_pending_tokens for one in prompts))
+        load = StepLoad(
+            len(decoding) + num_prompt_tokens,
+            sum(one.num_computed_tokens for one in self._running),
+            len(self._running),
+        )
+        drafts = self._drafter.draft(requests, load, budget)
+        return [draft and draft[: self._room_for(one, len(draft))] for one, draft in zip(decoding, drafts, strict=True)]
+
+    def _room_for(self, sequence: Sequence, num_drafts: int) -> int:
+        """How many of the draft tokens have a block, after taking what nobody uses or waits for."""
+        table, num_known = sequence.block_table, len(sequence.token_ids)
+        while len(table) * BLOCK_SIZE < num_known + num_drafts and not self._waiting and self._pool.grow(table):
+            pass
+        return min(num_drafts, len(table) * BLOCK_SIZE - num_known)
 
     def _has_room(self, sequence: Sequence) -> bool:
         """Whether the pending token has a block, after preempting who arrived later. False: this one was preempted."""
@@ -264,20 +303,37 @@ class Scheduler:
         """What the runner's outcome means for a running sequence; None unless a token or an error came of it."""
         if outcome.error is not None:
             return self._end(sequence, FinishReason.ERROR, error=ErrorInfo("EngineError", outcome.error))
-        sequence.num_computed_tokens += len(chunk.token_ids)
-        if self.config.prefix_caching:
-            self._publish(sequence)
         if chunk.sample is None:
+            sequence.num_computed_tokens += len(chunk.token_ids)
+            self._publish(sequence)
             return None
-        token_id = outcome.token_id
-        assert token_id is not None, f"no token was sampled for {sequence.request_id}"
-        self._num_generated_tokens += 1
-        reason = sequence.append(token_id, self.config.max_model_len)
+        assert outcome.token_id is not None, f"no token was sampled for {sequence.request_id}"
+        drawn: list[DrawnToken] = []
+        reason = None
+        for token in (DrawnToken(outcome.token_id, outcome.logprob), *outcome.further):
+            drawn.append(token)
+            reason = sequence.append(token.token_id, self.config.max_model_len)
+            if reason is not None:
+                break
+        self._num_generated_tokens += len(drawn)
+        sequence.num_computed_tokens = len(sequence.token_ids) - 1  # draft tokens that were accepted are computed already
+        if chunk.draft_samples:
+            self._count_drafts(sequence, len(chunk.draft_samples), len(outcome.further))
+        self._publish(sequence)
         if reason is None:
-            return self._delta(sequence, outcome, None)
-        return self._end(sequence, reason, outcome=outcome)
+            return self._delta(sequence, drawn, None)
+        return self._end(sequence, reason, drawn=drawn)
+
+    def _count_drafts(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
+        """And give up the blocks that refused draft tokens alone had."""
+        self._pool.shrink(sequence.block_table, sequence.num_blocks_needed)
+        self._drafts.add(num_drafted, num_accepted)
+        if self._drafter is not None:
+            self._drafter.observe(sequence.request_id, num_drafted, num_accepted)
 
     def _publish(self, sequence: Sequence) -> None:
+        if not self.config.prefix_caching:
+            return
         for index in range(sequence.num_published_blocks, sequence.num_computed_blocks):
             name = sequence.block_hash(index)
             sequence.block_table[index] = self._pool.publish(sequence.block_table[index], name)
@@ -289,7 +345,7 @@ class Scheduler:
         sequence: Sequence,
         reason: FinishReason,
         *,
-        outcome: ChunkResult | None = None,
+        drawn: list[DrawnToken] | None = None,
         error: ErrorInfo | None = None,
     ) -> Delta:
         if sequence.state is SequenceState.RUNNING:
@@ -301,7 +357,9 @@ class Scheduler:
         sequence.state = SequenceState.FINISHED
         del self._sequences[sequence.request_id]
         self._num_finished[reason] += 1
-        return self._delta(sequence, outcome, reason, error)
+        if self._drafter is not None:
+            self._drafter.forget(sequence.request_id)
+        return self._delta(sequence, drawn or [], reason, error)
 
     def _give_up_blocks(self, sequence: Sequence) -> None:
         """Whoever awaits a block of this sequence's will look again, and compute it itself."""
@@ -314,20 +372,19 @@ class Scheduler:
     def _delta(
         self,
         sequence: Sequence,
-        outcome: ChunkResult | None,
+        drawn: list[DrawnToken],
         reason: FinishReason | None,
         error: ErrorInfo | None = None,
     ) -> Delta:
         first = not sequence.reported_start
         sequence.reported_start = True
-        token_id = None if outcome is None else outcome.token_id
-        logprob = None if outcome is None else outcome.logprob
+        logprobs = tuple(token.logprob for token in drawn if token.logprob is not None)
         return Delta(
             request_id=sequence.request_id,
-            token_ids=() if token_id is None else (token_id,),
+            token_ids=tuple(token.token_id for token in drawn),
             finish_reason=reason,
-            logprobs=None if logprob is None else (logprob,),
-            stop_token_id=token_id if reason is FinishReason.STOP else None,
+            logprobs=logprobs or None,
+            stop_token_id=drawn[-1].token_id if drawn and reason is FinishReason.STOP else None,
             num_cached_tokens=sequence.num_cached_tokens if first else None,
             queue_s=sequence.queue_s if first else None,
             error=error,

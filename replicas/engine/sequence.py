@@ -102,12 +102,21 @@ class Sequence:
             self.block_hashes.append(hash_block(parent, self.token_ids[index * BLOCK_SIZE : (index + 1) * BLOCK_SIZE]))
         return self.block_hashes[index]
 
-    def chunk(self, num_tokens: int) -> SequenceChunk:
-        """The next `num_tokens` pending tokens as work for the runner."""
+    @property
+    def max_drafts(self) -> int:
+        """Draft tokens that could be accepted, with one token more, before the answer is as long as the request wants it."""
+        return self.request.sampling.max_tokens - self.num_generated_tokens - 1
+
+    def chunk(self, num_tokens: int, draft_token_ids: tuple[int, ...] = ()) -> SequenceChunk:
+        """The next `num_tokens` pending tokens as work for the runner; with draft tokens only if these are all."""
         start = self.num_computed_tokens
-        end = start + num_tokens
-        sample = self._sample_spec() if end == len(self.token_ids) else None
-        return SequenceChunk(self.request.request_id, self.token_ids[start:end], start, self.block_table, sample)
+        token_ids = self.token_ids[start : start + num_tokens]
+        if start + num_tokens < len(self.token_ids):
+            assert not draft_token_ids
+            return SequenceChunk(self.request.request_id, token_ids, start, self.block_table, None)
+        specs = [self._sample_spec(draft_token_ids[:count]) for count in range(len(draft_token_ids) + 1)]
+        token_ids.extend(draft_token_ids)
+        return SequenceChunk(self.request.request_id, token_ids, start, self.block_table, specs[0], tuple(specs[1:]))
 
     def append(self, token_id: int, max_model_len: int) -> FinishReason | None:
         """Take a sampled token; the reason if it is the last."""
@@ -121,14 +130,15 @@ class Sequence:
             return FinishReason.LENGTH
         return None
 
-    def _sample_spec(self) -> SampleSpec:
+    def _sample_spec(self, draft_token_ids: tuple[int, ...]) -> SampleSpec:
+        """For the token after `draft_token_ids`, as if they had been drawn."""
         params = self.request.sampling
-        position = len(self._output_token_ids)
+        position = len(self._output_token_ids) + len(draft_token_ids)
         return SampleSpec(
             params=params,
             choice=self.request.choice,
             position=position,
             prompt_token_ids=self._prompt_token_ids,
-            output_token_ids=self._output_token_ids,
+            output_token_ids=[*self._output_token_ids, *draft_token_ids] if draft_token_ids else self._output_token_ids,
             forbidden_token_ids=self._forbidden_token_ids if position < params.min_tokens else (),
         )

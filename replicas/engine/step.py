@@ -6,7 +6,9 @@ A step computes, for each of its sequences, the known tokens [start, start + len
                    0                  start         start+len            num_known
 
 A prompt chunk and a decode token are the same thing. When the chunk ends at the last known token, `sample` says how to
-choose the next one; otherwise it is None.
+choose the next one; otherwise it is None. Draft tokens may follow the last known one (replicas.engine.speculate):
+
+    known tokens   |##### computed #####|---- this chunk ----| d1 | d2 |          draft_samples: how to draw after d1, after d2
 """
 
 from __future__ import annotations
@@ -33,6 +35,8 @@ class SampleSpec:
 class SequenceChunk:
     """`block_table[i]` is the pool block of positions [i*block_size, (i+1)*block_size); it covers start + len(token_ids).
 
+    The last len(draft_samples) of `token_ids` are draft tokens, computed like the others.
+
     The table is the scheduler's own list: the runner reads it during the step and keeps no reference.
     """
 
@@ -41,6 +45,11 @@ class SequenceChunk:
     start: int
     block_table: Sequence[int]
     sample: SampleSpec | None
+    draft_samples: tuple[SampleSpec, ...] = ()
+
+    @property
+    def draft_token_ids(self) -> Sequence[int]:
+        return self.token_ids[len(self.token_ids) - len(self.draft_samples) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +67,23 @@ class StepPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class DrawnToken:
+    token_id: int
+    logprob: TokenLogprob | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ChunkResult:
-    """`token_id` is None where nothing was to be sampled or `error` is set (that sequence ends; the others go on)."""
+    """`token_id` is None where nothing was to be sampled or `error` is set (that sequence ends; the others go on).
+
+    `further` are the tokens drawn after it, one for each draft token that was accepted.
+    """
 
     request_id: str
     token_id: int | None = None
     logprob: TokenLogprob | None = None
     error: str | None = None
+    further: tuple[DrawnToken, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

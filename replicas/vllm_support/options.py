@@ -202,6 +202,10 @@ def _batch_problems(fleet: FleetConfig) -> list[str]:
     for key, theirs in _OF_OUR_ENGINE.items():
         if (value := getattr(engine, key)) != "auto":
             found.append(f"engine.{key}: {value} is for our own engine; vLLM's is {theirs}")
+    if engine.speculation.method:
+        found.append(
+            f"engine.speculation.method: {engine.speculation.method} is for our own engine; vLLM's is engine.vllm.speculative"
+        )
     if not engine.chunked_prefill and 0 < engine.max_num_batched_tokens < fleet.model.max_model_len:
         found.append(
             f"engine.max_num_batched_tokens: {engine.max_num_batched_tokens} is less than model.max_model_len "

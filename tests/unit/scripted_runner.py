@@ -11,7 +11,9 @@ from zlib import crc32
 
 from replicas.blocks import BLOCK_SIZE, hash_blocks
 from replicas.contract import GenerationRequest, SamplingParams
-from replicas.engine.step import ChunkResult, SequenceChunk, StepPlan, StepResult
+from replicas.engine.speculate.drafter import DraftRequest, StepLoad
+from replicas.engine.speculate.verify import standing
+from replicas.engine.step import ChunkResult, DrawnToken, SequenceChunk, StepPlan, StepResult
 
 VOCAB_SIZE = 100
 EOS = 0
@@ -83,4 +85,39 @@ class ScriptedRunner:
         if chunk.sample is None:
             return ChunkResult(chunk.request_id)
         known = [self._kv[self._slot(chunk, i)] for i in range(chunk.start + len(chunk.token_ids))]
-        return ChunkResult(chunk.request_id, next_token(known, chunk.sample.forbidden_token_ids))
+        specs = (chunk.sample, *chunk.draft_samples)
+        num_known = len(known) - len(chunk.draft_samples)
+        drawn = [
+            DrawnToken(next_token(known[: num_known + place], spec.forbidden_token_ids)) for place, spec in enumerate(specs)
+        ]
+        first, *further = standing(known[num_known:], drawn)
+        return ChunkResult(chunk.request_id, first.token_id, further=tuple(further))
+
+
+class ScriptedDrafter:
+    """Drafts what will be drawn, and now and then something else; how much depends on the tokens alone."""
+
+    def __init__(self, depth: int) -> None:
+        self.depth = depth
+        self.known: set[str] = set()
+        self.num_accepted = 0
+
+    def draft(self, requests: Sequence[DraftRequest], load: StepLoad, max_tokens: int) -> list[tuple[int, ...]]:
+        drafts = []
+        for one in requests:
+            self.known.add(one.request_id)
+            known = list(one.token_ids)
+            chance = next_token([*known, 7])
+            for _ in range(min(one.limit, self.depth, max_tokens, chance % 7)):
+                known.append(next_token(known) if next_token([*known, 8]) % 4 else chance)
+            drafts.append(tuple(known[len(one.token_ids) :]))
+            max_tokens -= len(drafts[-1])
+        return drafts
+
+    def observe(self, request_id: str, num_drafted: int, num_accepted: int) -> None:
+        assert request_id in self.known
+        assert 0 <= num_accepted <= num_drafted <= self.depth
+        self.num_accepted += num_accepted
+
+    def forget(self, request_id: str) -> None:
+        self.known.discard(request_id)

@@ -7,10 +7,11 @@ import time
 from collections import defaultdict
 from itertools import chain
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from scripted_runner import EOS, ScriptedRunner, expected_output, make_request
+from scripted_runner import EOS, ScriptedDrafter, ScriptedRunner, expected_output, make_request
 
 from replicas.contract import Delta, FinishReason, GenerationRequest
 from replicas.engine.scheduler import Scheduler, SchedulerConfig
@@ -26,8 +27,9 @@ MIN_NUM_BLOCKS = 6  # one request of the longest kind
 class Harness:
     """A scheduler, a scripted runner, and the books that an observer keeps of both."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self.scheduler = Scheduler(config)
+    def __init__(self, config: SchedulerConfig, depth: int = 0) -> None:
+        self.drafter = ScriptedDrafter(depth)
+        self.scheduler = Scheduler(config, self.drafter if depth else None)
         self.runner = ScriptedRunner(config.num_blocks)
         self.requests: dict[str, GenerationRequest] = {}
         self.deltas: dict[str, list[Delta]] = defaultdict(list)
@@ -86,6 +88,8 @@ class Harness:
         assert stats.num_blocks_free + stats.num_blocks_cached + stats.num_blocks_used == stats.num_blocks_total
         assert all(not sequence.block_table for sequence in self.scheduler._waiting.values())
         assert stats.started_total == sum(stats.finished_total.values()) + stats.num_running + stats.num_waiting
+        assert all(0 <= sequence.num_blocks_needed - len(sequence.block_table) <= 1 for sequence in running)
+        assert self.drafter.known <= set(self.scheduler.request_ids)
         assert stats.num_pending_tokens == sum(sequence.num_pending_tokens for sequence in sequences)
         assert [sequence.arrival for sequence in running] == sorted(sequence.arrival for sequence in running)
         assert {id(sequence) for sequence in self.scheduler._computing.values()} <= {id(sequence) for sequence in running}
@@ -117,8 +121,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(6, 70),
         chunked_prefill=st.booleans(),
         prefix_caching=st.sampled_from([True, True, True, False]),
+        depth=st.integers(0, 6),
     )
-    def begin(self, num_blocks, max_num_seqs, budget, chunked_prefill, prefix_caching):
+    def begin(self, num_blocks, max_num_seqs, budget, chunked_prefill, prefix_caching, depth):
         self.harness = Harness(
             SchedulerConfig(
                 num_blocks,
@@ -128,7 +133,8 @@ class SchedulerMachine(RuleBasedStateMachine):
                 eos_token_ids=(EOS,),
                 chunked_prefill=chunked_prefill,
                 prefix_caching=prefix_caching,
-            )
+            ),
+            depth,
         )
 
     @rule(
@@ -186,11 +192,12 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
 
 
-def test_after_two_thousand_requests_with_aborts_no_block_is_used_and_every_gauge_is_zero():
+@pytest.mark.parametrize("depth", [0, 5])
+def test_after_two_thousand_requests_with_aborts_no_block_is_used_and_every_gauge_is_zero(depth):
     """cases KV03, AS01, MT04, NS11"""
     rng = random.Random(1)
     harness = Harness(
-        SchedulerConfig(12, max_num_seqs=8, max_num_batched_tokens=48, max_model_len=12 * 16, eos_token_ids=(EOS,))
+        SchedulerConfig(12, max_num_seqs=8, max_num_batched_tokens=48, max_model_len=12 * 16, eos_token_ids=(EOS,)), depth
     )
     while len(harness.requests) < 2000:
         tail = [rng.randrange(3) for _ in range(rng.randint(0, MAX_TAIL))]
@@ -207,6 +214,9 @@ def test_after_two_thousand_requests_with_aborts_no_block_is_used_and_every_gaug
     assert stats.preemptions_total > 0
     assert stats.prefix_hits_total > 0
     assert stats.finished_total["abort"] > 0
+    assert stats.accepted_tokens_total == sum(stats.accepted_per_position_total) == harness.drafter.num_accepted
+    assert (stats.accepted_tokens_total > 2000) == (depth > 0)
+    assert stats.accepted_tokens_total <= stats.draft_tokens_total <= depth * stats.drafts_total
 
 
 def test_planning_and_applying_a_decode_step_of_64_sequences_takes_less_than_a_millisecond():
