@@ -6,6 +6,7 @@ Numbers round where transformers rounds: norms compute in fp32, cosines and sine
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -30,9 +31,15 @@ def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
         plain    18   20   27   37  275
         packed   13   11   17   27  272
     """
-    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and torch._C._has_mkldnn:
+    if weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and packs_bf16():
         return packed_linear(weight, bias)
     return plain_linear(weight, bias)
+
+
+@cache
+def packs_bf16() -> bool:
+    """Whether oneDNN can pack bf16 weights on this CPU. Without AVX-512 (or AVX-NE-CONVERT) it raises."""
+    return bool(torch._C._has_mkldnn) and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def quantized_linear(weight: QuantizedTensor, bias: Tensor | None = None) -> Linear:
