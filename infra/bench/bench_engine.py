@@ -109,11 +109,13 @@ class Prompts:
         return taken
 
 
-def measure(peer: Peer, point: Point, prompts: Prompts) -> float:
+def measure(peer: Peer, point: Point, prompts: Prompts) -> float | None:
+    """tokens/s; None where an engine took its prompts so far apart that its sequences never decoded together."""
     context, count = point
     if count == 0:
         return context / peer.prefill(prompts.take(1, context)[0])
-    return peer.decode(prompts.take(count, context), NUM_TOKENS[context]).tokens_per_s
+    figures = peer.decode(prompts.take(count, context), NUM_TOKENS[context])
+    return figures.tokens_per_s if figures.seconds > 0.0 else None
 
 
 def compare(
@@ -131,8 +133,9 @@ def compare(
                     continue
                 try:
                     rate = measure(peer, point, prompts)
-                    samples[point][engine].append(rate)
-                    if point[1] == 0:
+                    if rate is not None:
+                        samples[point][engine].append(rate)
+                    if rate is not None and point[1] == 0:
                         pace[engine] = rate
                 except PeerError as error:
                     print(f"note: {error}", file=sys.stderr)
