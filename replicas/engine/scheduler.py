@@ -33,11 +33,12 @@ from replicas.contract import (
     GenerationRequest,
     KVEvents,
     StepTimeCoefficients,
+    TokenLogprob,
 )
 from replicas.engine.block_pool import BlockPool
 from replicas.engine.sequence import Sequence, SequenceState
 from replicas.engine.speculate.drafter import DraftCounts, Drafter, DraftRequest, StepLoad
-from replicas.engine.step import ChunkResult, DrawnToken, SequenceChunk, StepPlan, StepResult
+from replicas.engine.step import ChunkResult, SequenceChunk, StepPlan, StepResult
 from replicas.errors import ConfigError
 
 
@@ -146,8 +147,9 @@ class Scheduler:
             index += 1
         budget -= len(decoding)
         for sequence, draft in zip(decoding, self._draft(decoding, budget), strict=True):
-            self._grant(chunks, sequence, 1, draft)
+            chunks.append(sequence.chunk(1, draft))
             budget -= len(draft)
+        self._planned.extend(decoding)
 
         for sequence in self._running:
             if budget == 0:
@@ -209,27 +211,22 @@ class Scheduler:
             step_time=step_time,
         )
 
-    def _grant(
-        self, chunks: list[SequenceChunk], sequence: Sequence, num_tokens: int, draft_token_ids: tuple[int, ...] = ()
-    ) -> None:
-        chunks.append(sequence.chunk(num_tokens, draft_token_ids))
+    def _grant(self, chunks: list[SequenceChunk], sequence: Sequence, num_tokens: int) -> None:
+        chunks.append(sequence.chunk(num_tokens))
         self._planned.append(sequence)
 
     def _draft(self, decoding: list[Sequence], budget: int) -> list[tuple[int, ...]]:
         """For each sequence its draft tokens, with blocks for them."""
         if self._drafter is None or not decoding or budget == 0:
             return [()] * len(decoding)
+        longest = self.config.max_model_len
         requests = [
-            DraftRequest(one.request_id, one.token_ids, min(one.max_drafts, self.config.max_model_len - len(one.token_ids) - 1))
+            DraftRequest(one.request_id, one.token_ids, min(one.max_drafts, longest - len(one.token_ids) - 1))
             for one in decoding
         ]
-        prompts = [one for one in self._running if one.num_pending_tokens > 1]
-        num_prompt_tokens = min(budget, sum(one.num_pending_tokens for one in prompts))
-        load = StepLoad(
-            len(decoding) + num_prompt_tokens,
-            sum(one.num_computed_tokens for one in self._running),
-            len(self._running),
-        )
+        num_prompt_tokens = min(budget, sum(one.num_pending_tokens for one in self._running if one.num_pending_tokens > 1))
+        num_context_tokens = sum(one.num_computed_tokens for one in self._running)
+        load = StepLoad(len(decoding) + num_prompt_tokens, num_context_tokens, len(self._running))
         drafts = self._drafter.draft(requests, load, budget)
         return [draft and draft[: self._room_for(one, len(draft))] for one, draft in zip(decoding, drafts, strict=True)]
 
@@ -308,21 +305,24 @@ class Scheduler:
             self._publish(sequence)
             return None
         assert outcome.token_id is not None, f"no token was sampled for {sequence.request_id}"
-        drawn: list[DrawnToken] = []
-        reason = None
-        for token in (DrawnToken(outcome.token_id, outcome.logprob), *outcome.further):
-            drawn.append(token)
-            reason = sequence.append(token.token_id, self.config.max_model_len)
+        token_ids = [outcome.token_id]
+        logprobs = [] if outcome.logprob is None else [outcome.logprob]
+        reason = sequence.append(outcome.token_id, self.config.max_model_len)
+        for token in outcome.further:
             if reason is not None:
                 break
-        self._num_generated_tokens += len(drawn)
+            token_ids.append(token.token_id)
+            if token.logprob is not None:
+                logprobs.append(token.logprob)
+            reason = sequence.append(token.token_id, self.config.max_model_len)
+        self._num_generated_tokens += len(token_ids)
         sequence.num_computed_tokens = len(sequence.token_ids) - 1  # draft tokens that were accepted are computed already
         if chunk.draft_samples:
             self._count_drafts(sequence, len(chunk.draft_samples), len(outcome.further))
         self._publish(sequence)
         if reason is None:
-            return self._delta(sequence, drawn, None)
-        return self._end(sequence, reason, drawn=drawn)
+            return self._delta(sequence, token_ids, logprobs, None)
+        return self._end(sequence, reason, token_ids, logprobs)
 
     def _count_drafts(self, sequence: Sequence, num_drafted: int, num_accepted: int) -> None:
         """And give up the blocks that refused draft tokens alone had."""
@@ -344,8 +344,9 @@ class Scheduler:
         self,
         sequence: Sequence,
         reason: FinishReason,
+        token_ids: list[int] | None = None,
+        logprobs: list[TokenLogprob] | None = None,
         *,
-        drawn: list[DrawnToken] | None = None,
         error: ErrorInfo | None = None,
     ) -> Delta:
         if sequence.state is SequenceState.RUNNING:
@@ -359,7 +360,7 @@ class Scheduler:
         self._num_finished[reason] += 1
         if self._drafter is not None:
             self._drafter.forget(sequence.request_id)
-        return self._delta(sequence, drawn or [], reason, error)
+        return self._delta(sequence, token_ids or [], logprobs, reason, error)
 
     def _give_up_blocks(self, sequence: Sequence) -> None:
         """Whoever awaits a block of this sequence's will look again, and compute it itself."""
@@ -372,19 +373,19 @@ class Scheduler:
     def _delta(
         self,
         sequence: Sequence,
-        drawn: list[DrawnToken],
+        token_ids: list[int],
+        logprobs: list[TokenLogprob] | None,
         reason: FinishReason | None,
         error: ErrorInfo | None = None,
     ) -> Delta:
         first = not sequence.reported_start
         sequence.reported_start = True
-        logprobs = tuple(token.logprob for token in drawn if token.logprob is not None)
         return Delta(
             request_id=sequence.request_id,
-            token_ids=tuple(token.token_id for token in drawn),
+            token_ids=tuple(token_ids),
             finish_reason=reason,
-            logprobs=logprobs or None,
-            stop_token_id=drawn[-1].token_id if drawn and reason is FinishReason.STOP else None,
+            logprobs=tuple(logprobs) if logprobs else None,
+            stop_token_id=token_ids[-1] if token_ids and reason is FinishReason.STOP else None,
             num_cached_tokens=sequence.num_cached_tokens if first else None,
             queue_s=sequence.queue_s if first else None,
             error=error,

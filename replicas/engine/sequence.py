@@ -114,6 +114,8 @@ class Sequence:
         if start + num_tokens < len(self.token_ids):
             assert not draft_token_ids
             return SequenceChunk(self.request.request_id, token_ids, start, self.block_table, None)
+        if not draft_token_ids:
+            return SequenceChunk(self.request.request_id, token_ids, start, self.block_table, self._sample_spec(()))
         specs = [self._sample_spec(draft_token_ids[:count]) for count in range(len(draft_token_ids) + 1)]
         token_ids.extend(draft_token_ids)
         return SequenceChunk(self.request.request_id, token_ids, start, self.block_table, specs[0], tuple(specs[1:]))
