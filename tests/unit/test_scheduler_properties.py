@@ -219,7 +219,7 @@ def test_after_two_thousand_requests_with_aborts_no_block_is_used_and_every_gaug
     assert stats.accepted_tokens_total <= stats.draft_tokens_total <= depth * stats.drafts_total
 
 
-def test_planning_and_applying_a_decode_step_of_64_sequences_takes_no_longer_than_a_step_may():
+def test_planning_and_applying_a_decode_step_of_64_sequences_takes_less_than_a_millisecond():
     scheduler = Scheduler(SchedulerConfig(1024, max_num_seqs=64, max_num_batched_tokens=512, max_model_len=4096))
     for i in range(64):
         scheduler.add(make_request(str(i), [i, i + 1], 100), 0.0)
@@ -234,5 +234,4 @@ def test_planning_and_applying_a_decode_step_of_64_sequences_takes_no_longer_tha
         scheduler.apply(plan, result)
         return planned - begun + time.perf_counter() - computed
 
-    # The best: the machine may be busy. It takes 0.5 to 0.8 ms; a scan over all known tokens or blocks would take far longer.
-    assert min(step_s() for _ in range(50)) < 0.003
+    assert min(step_s() for _ in range(50)) < 0.001  # the best: the machine may be busy
