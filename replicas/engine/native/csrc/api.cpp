@@ -20,6 +20,9 @@ ts::Linear* place(ts::Model& model, int layer, int which) {
     case 2: return &model.layers[layer].qkv;
     case 3: return &model.layers[layer].output;
     case 4: return &model.layers[layer].gate_up;
+    case 6: return &model.draft.fc;
+    case 7: return &model.draft.head;
+    case 8: return &model.draft.embedding;
     default: return &model.layers[layer].down;
   }
 }
@@ -58,6 +61,20 @@ TS_API void ts_set_norm(ts::Model* model, int32_t layer, int32_t which, const fl
 }
 
 TS_API void ts_set_cache(ts::Model* model, const ts::KvCache* cache) { model->cache = *cache; }
+
+// From now on steps keep what a draft head wants.
+TS_API void ts_set_features(ts::Model* model, const ts::Features* features) { model->features = *features; }
+
+// The head's own matrices and its layer's are set by ts_set_linear; those of `head` are ignored.
+TS_API void ts_set_draft(ts::Model* model, const ts::Draft* head) {
+  ts::Draft whole = *head;
+  whole.fc = model->draft.fc;
+  whole.head = model->draft.head;
+  whole.embedding = model->draft.embedding;
+  model->add_draft(whole);
+}
+
+TS_API int32_t ts_draft(ts::Model* model, const ts::DraftBatch* batch) { return model->run_draft(*batch); }
 
 TS_API void ts_forward(ts::Model* model, const ts::Batch* batch) { model->forward(*batch); }
 

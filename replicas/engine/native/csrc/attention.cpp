@@ -164,6 +164,7 @@ void attend_rows(const Part& part, Format format, const Queries& queries, int fi
   score_part<N, R>(part.keys, scaled ? part.key_scale : nullptr, part.num_blocks, rows, dim, scores);
   for (int r = 0; r < R; ++r) {
     float* row = scores + r * kPart;
+    if (part_start < queries.first) row[0] = kMinusInfinity;
     const int visible = std::min(queries.visible[first_row + r] - part_start, part.num_blocks * kBlock);
     weigh<N::kNarrow>(row, part.num_blocks, visible, &out.largest[first_row + r], &out.total[first_row + r]);
     if (kRounded)

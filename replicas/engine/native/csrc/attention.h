@@ -52,9 +52,9 @@ void write_block(const KvCache& cache, int layer, int block, int head, int offse
 // Token `offset` of a block as fp32 [dim].
 void read_token(const KvCache& cache, int layer, int block, int head, int offset, float* keys, float* values);
 
-// Query rows of one key-value head whose contexts are the same sequence's; row i sees `visible[i]` tokens.
+// Query rows of one key-value head whose contexts are the same sequence's; row i sees tokens [first, visible[i]).
 struct Queries {
-  int count = 0;
+  int count = 0, first = 0;  // first: 0, or 1
   const float* rows[kTileRows];  // scaled
   int visible[kTileRows];
 };

@@ -1,52 +1,13 @@
-#include "simd.h"
-
-#include "model.h"
-
-#include <algorithm>
-#include <chrono>
-#include <cmath>
+#include "model_step.h"
 
 #if TS_X86
 namespace ts {
-namespace {
-
-using Clock = std::chrono::steady_clock;
-
-constexpr int kTaskRows = 48;
-constexpr size_t kBegin = 16384;  // bytes
-// Matrices to time products with: for few rows enough of them not to lie in a cache, for many, which multiply longer than they
-// read, as many as take no time.
-constexpr size_t kTunedLinears = 24, kTunedByManyRows = 6;
-// Up to so many rows every thread prepares a product's inputs for itself: that takes less time than meeting at a barrier.
-constexpr int kOwnRows = 2;
-
-void normalize(const float* from, const float* weight, float eps, int size, float* to) {
-  Floats squares = zeros();
-  for (int i = 0; i < size; i += kLanes) {
-    const Floats x = load_first(from + i, size - i, zeros());
-    squares = fma(x, x, squares);
-  }
-  const float scale = 1.0f / std::sqrt(reduce_add(squares) / size + eps);
-  for (int i = 0; i < size; ++i) to[i] = from[i] * scale * weight[i];
-}
-
-}  // namespace
-
-struct Model::Thread {
-  int index = 0, next_tasks = 0;
-  Inputs inputs;
-  std::vector<float> row, tile = std::vector<float>(kTaskRows * kStrip);
-  AttentionScratch attention;
-  Partial partial;
-  Clock::time_point since;
-};
 
 Model::Model(const Shape& shape, const float* cos, const float* sin)
     : shape(shape),
-      layers(shape.layers),
+      layers(shape.layers + 1),  // the last is a draft head's
       pool(shape.threads),
-      cos_(cos),
-      sin_(sin),
+      angles_{cos, sin},
       qkv_width_((shape.heads + 2 * shape.kv_heads) * shape.dim),
       mlp_width_((shape.mlp + kGroup - 1) / kGroup * kGroup),
       group_(shape.heads / shape.kv_heads),
@@ -56,10 +17,17 @@ Model::Model(const Shape& shape, const float* cos, const float* sin)
   for (int index = 0; index < shape.threads; ++index) {
     threads_.push_back(std::make_unique<Thread>());
     threads_.back()->index = index;
-    threads_.back()->row.resize(std::max({shape.hidden, mlp_width_, shape.heads * shape.dim}) + kLanes);
-    threads_.back()->inputs.reserve(kOwnRows, std::max({shape.hidden, mlp_width_, shape.heads * shape.dim}));
     threads_.back()->attention.shape(shape.dim);
     threads_.back()->partial.shape(shape.dim);
+  }
+  widen(std::max({shape.hidden, mlp_width_, shape.heads * shape.dim}));
+}
+
+void Model::widen(int columns) {
+  widest_ = std::max(widest_, columns);
+  for (auto& thread : threads_) {
+    thread->row.resize(widest_ + kLanes);
+    thread->inputs.reserve(kOwnRows, widest_);
   }
 }
 
@@ -67,6 +35,7 @@ Model::~Model() = default;
 
 void Model::forward(const Batch& batch) {
   lay_out(batch);
+  if (features.count > 0) note_tokens(batch);
   pool.run([&](int thread) { run(batch, thread); });
 }
 
@@ -79,8 +48,7 @@ void Model::lay_out(const Batch& batch) {
   grow(qkv_, rows * qkv_width_);
   grow(attended_, rows * shape.heads * shape.dim);
   grow(mlp_, rows * mlp_width_);
-  const int widest = std::max({shape.hidden, mlp_width_, shape.heads * shape.dim});
-  inputs_.reserve(batch.num_rows, widest);
+  inputs_.reserve(batch.num_rows, widest_);
   for (Tasks& one : tasks_) one.reset();
   for (auto& thread : threads_) thread->next_tasks = 0;
 
@@ -122,11 +90,6 @@ void Model::lay_out(const Batch& batch) {
   }
 }
 
-int Model::num_parts(const Batch& batch, const Item& item) const {
-  const int32_t visible = batch.spans[item.span * 4 + 2] + item.first_row + item.num_rows;
-  return (visible + kPart - 1) / kPart;
-}
-
 void Model::sync(Thread& own, Phase phase) {
   pool.barrier();
   ++own.next_tasks;
@@ -162,31 +125,6 @@ const Inputs& Model::prepare(Format format, const float* from, int columns, cons
   return inputs;
 }
 
-// store(first output, number of outputs, row, tile of the row)
-template <class Store>
-void Model::product(const Linear& linear, Variant variant, const Inputs& inputs, int num_rows, const Linear* after, Thread& own,
-                    Store store) {
-  Tasks& tasks = tasks_[own.next_tasks];
-  const int panels = linear.num_panels() / variant.panels, chunks = (num_rows + kTaskRows - 1) / kTaskRows;
-  for (int task = tasks.take(); task < panels * chunks; task = tasks.take()) {
-    const int panel = task / chunks * variant.panels, chunk = task % chunks;
-    const int first = num_rows * chunk / chunks, end = num_rows * (chunk + 1) / chunks;
-    // Who takes the task after the next ones will most likely be this thread; after the last come those of the next product.
-    const int later = panel + variant.panels * pool.size();
-    Next next;
-    if (chunk == 0 && later < linear.num_panels()) next = linear.panels(later, variant.panels);
-    else if (chunk == 0 && after != nullptr) next = after->panels(later - linear.num_panels(), 4);
-    multiply(linear, variant, panel, inputs, first, end - first, next, own.tile.data());
-    for (int row = first; row < end; ++row)
-      store(panel * kPanel, variant.panels * kPanel, row, own.tile.data() + (row - first) * kStrip);
-  }
-  if (after == nullptr || num_rows > kOwnRows) return;
-  // While this thread waits for the others and prepares the next inputs, the next matrix begins to come.
-  const Next begin = after->panels(own.index * 4, 4);
-  for (size_t line = 0; line < std::min(begin.bytes, kBegin); line += 64)
-    _mm_prefetch(reinterpret_cast<const char*>(begin.data) + line, _MM_HINT_T1);
-}
-
 Variant Model::variant_for(Format format, int num_rows) const {
   int row_class = 0;
   while (row_class + 1 < kRowClasses && num_rows > 1 << row_class) ++row_class;
@@ -211,18 +149,17 @@ double Model::seconds_of(const std::vector<const Linear*>& linears, Variant vari
 }
 
 void Model::tune() {
-  const int widest = std::max({shape.hidden, mlp_width_, shape.heads * shape.dim});
   for (int format = 0; format < kFormats; ++format) {
     std::vector<const Linear*> linears;
     for (const Layer& layer : layers)
       for (const Linear* linear : {&layer.qkv, &layer.down})  // few panels, and many columns
-        if (linear->format == static_cast<Format>(format)) linears.push_back(linear);
+        if (linear->data != nullptr && linear->format == static_cast<Format>(format)) linears.push_back(linear);
     if (linears.empty() && head.format == static_cast<Format>(format)) linears.push_back(&head);
     if (linears.empty()) continue;
     for (int row_class = 0; row_class < kRowClasses; ++row_class) {
       linears.resize(std::min(linears.size(), row_class < 3 ? kTunedLinears : kTunedByManyRows));
       const int num_rows = std::min(1 << row_class, kTaskRows);
-      inputs_.reserve(num_rows, widest);
+      inputs_.reserve(num_rows, widest_);
       double least = 1e9;
       for (const Variant variant : variants(static_cast<Format>(format))) {
         const double seconds = seconds_of(linears, variant, num_rows);
@@ -239,167 +176,82 @@ void Model::run(const Batch& batch, int thread) {
   Thread& own = *threads_[thread];
   own.since = Clock::now();
   const int rows = batch.num_rows, hidden = shape.hidden;
-  const auto store_into = [](float* to, int width) {
-    return [to, width](int first, int count, int row, const float* tile) {  // the last panels may be padding
-      if (first < width) std::memcpy(to + static_cast<size_t>(row) * width + first, tile, std::min(count, width - first) * sizeof(float));
-    };
-  };
-  const auto add_to_hidden = [&](int first, int count, int row, const float* tile) {
-    float* to = hidden_.data() + static_cast<size_t>(row) * hidden + first;
-    for (int i = 0; i < std::min(count, hidden - first); ++i) to[i] += tile[i];
-  };
-  const auto gate = [&](int first, int count, int row, const float* tile) {
-    float* to = mlp_.data() + static_cast<size_t>(row) * mlp_width_ + first / 2;
-    const int width = std::min(count / 2, mlp_width_ - first / 2);
-    for (int i = 0; i < width; i += kLanes) {
-      const float* pair = tile + i / kPanel * 2 * kPanel + i % kPanel;
-      const Floats g = load(pair), u = load(pair + kPanel);
-      ts::store(to + i, mul(div(g, add(all(1.0f), exp(sub(zeros(), g)))), u));
-    }
-  };
-  // `from` [rows, columns] as a product's inputs, normalized if there is a weight for that, through the matrix.
-  const auto apply = [&](const Linear& linear, const float* from, const float* weight, const int32_t* which, int count,
-                         const Linear* after, const auto& to) {
-    const Inputs& inputs = prepare(linear.format, from, linear.columns, weight, which, count, own);
-    product(linear, variant_for(linear.format, count), inputs, count, after, own, to);
-  };
-
   for (int row = tasks_[0].take(); row < rows; row = tasks_[0].take())
     unpack_row(embedding, batch.token_ids[row], hidden_.data() + static_cast<size_t>(row) * hidden);
   sync(own, kEmbed);
   for (int index = 0; index < shape.layers; ++index) {
     const Layer& layer = layers[index];
-    apply(layer.qkv, hidden_.data(), layer.attention_norm, nullptr, rows, &layer.output, store_into(qkv_.data(), qkv_width_));
+    keep_features(index, rows, own);
+    apply(layer.qkv, hidden_.data(), layer.attention_norm, nullptr, rows, &layer.output, own, store_into(qkv_.data(), qkv_width_));
     sync(own, kQkv);
-    attention(batch, index, own);
-    apply(layer.output, attended_.data(), nullptr, nullptr, rows, &layer.gate_up, add_to_hidden);
-    sync(own, kOutput);
-    apply(layer.gate_up, hidden_.data(), layer.mlp_norm, nullptr, rows, &layer.down, gate);
-    sync(own, kGateUp);
-    apply(layer.down, mlp_.data(), nullptr, nullptr, rows, index + 1 < shape.layers ? &layers[index + 1].qkv : &head, add_to_hidden);
-    sync(own, kDown);
+    finish_layer(batch, index, index + 1 < shape.layers ? &layers[index + 1].qkv : &head, own);
   }
+  keep_features(shape.layers, rows, own);
   if (batch.num_samples == 0) return;
-  apply(head, hidden_.data(), norm, batch.sample_rows, batch.num_samples, nullptr, store_into(batch.logits, shape.vocab));
+  apply(head, hidden_.data(), norm, batch.sample_rows, batch.num_samples, nullptr, own, store_into(batch.logits, shape.vocab));
   sync(own, kHead);
+  find_best(batch.logits, shape.vocab, batch.num_samples, batch.best, own);
+}
+
+// From queries, keys and values on; `after` is the matrix that is read next.
+void Model::finish_layer(const Batch& batch, int index, const Linear* after, Thread& own) {
+  const Layer& layer = layers[index];
+  const int rows = batch.num_rows, width = layer.down.columns;
+  attention(batch, index, own);
+  apply(layer.output, attended_.data(), nullptr, nullptr, rows, &layer.gate_up, own, add_into(hidden_.data(), shape.hidden));
+  sync(own, kOutput);
+  apply(layer.gate_up, hidden_.data(), layer.mlp_norm, nullptr, rows, &layer.down, own, gate_into(mlp_.data(), width));
+  sync(own, kGateUp);
+  apply(layer.down, mlp_.data(), nullptr, nullptr, rows, after, own, add_into(hidden_.data(), shape.hidden));
+  sync(own, kDown);
+}
+
+void Model::find_best(const float* logits, int width, int count, int64_t* best, Thread& own) {
   Tasks& tasks = tasks_[own.next_tasks];
-  for (int row = tasks.take(); row < batch.num_samples; row = tasks.take()) {
-    const float* logits = batch.logits + static_cast<size_t>(row) * shape.vocab;
+  for (int row = tasks.take(); row < count; row = tasks.take()) {
+    const float* one = logits + static_cast<size_t>(row) * width;
     Floats most = all(-INFINITY);
     bool not_numbers = false;
-    for (int i = 0; i < shape.vocab; i += kLanes) {
-      const Floats x = load_first(logits + i, shape.vocab - i, most);
+    for (int i = 0; i < width; i += kLanes) {
+      const Floats x = load_first(one + i, width - i, most);
       not_numbers |= any_nan(x);
       most = max(most, x);
     }
-    const float best = reduce_max(most);
-    batch.best[row] = -1;
-    if (not_numbers || !std::isfinite(best)) continue;
-    batch.best[row] = std::find(logits, logits + shape.vocab, best) - logits;
+    const float largest = reduce_max(most);
+    best[row] = -1;
+    if (not_numbers || !std::isfinite(largest)) continue;
+    best[row] = std::find(one, one + width, largest) - one;
   }
   sync(own, kBest);
 }
 
-void Model::attention(const Batch& batch, int layer, Thread& own) {
-  const bool together = decode_only_ && !split_;  // a row's head writes what that head alone reads: no need to wait in between
-  if (!together) {
-    Tasks& tasks = tasks_[own.next_tasks];
-    const int count = static_cast<int>(units_.size()) * shape.kv_heads;
-    for (int task = tasks.take(); task < count; task = tasks.take())
-      rotate(batch, layer, units_[task / shape.kv_heads], task % shape.kv_heads);
-    sync(own, kRotate);
-  }
-  Tasks& tasks = tasks_[own.next_tasks];
-  const int count = static_cast<int>(split_ ? part_tasks_.size() / 3 : items_.size() * shape.kv_heads);
-  for (int task = tasks.take(); task < count; task = tasks.take()) {
-    if (split_) {
-      attend_split(batch, layer, task, own);
-      continue;
-    }
-    const int item = task / shape.kv_heads, kv_head = task % shape.kv_heads;
-    if (together) rotate(batch, layer, units_[item], kv_head);
-    attend(batch, layer, items_[item], kv_head, own);
-  }
-  sync(own, kAttend);
-}
-
-// Query and key heads of a group get their positions; queries are scaled; keys and values go to the cache.
-void Model::rotate(const Batch& batch, int layer, const Unit& unit, int kv_head) {
-  const int32_t* span = batch.spans + unit.span * 4;
-  const int dim = shape.dim, half = dim / 2, first_row = span[0] + unit.first_row, start = span[2] + unit.first_row;
-  const float scale = 1.0f / std::sqrt(static_cast<float>(dim));
-  const float* qk_norm = layers[layer].qk_norm;
-  for (int row = 0; row < unit.num_rows; ++row) {
-    const float *cos = cos_ + static_cast<size_t>(start + row) * half, *sin = sin_ + static_cast<size_t>(start + row) * half;
-    float* numbers = qkv_.data() + static_cast<size_t>(first_row + row) * qkv_width_;
-    for (int g = 0; g <= group_; ++g) {
-      const int head = g < group_ ? kv_head * group_ + g : shape.heads + kv_head;
-      float* x = numbers + head * dim;
-      if (qk_norm != nullptr) normalize(x, qk_norm + head * dim, shape.eps, dim, x);
-      const float by = g < group_ ? scale : 1.0f;
-      for (int i = 0; i < half; ++i) {
-        const float a = x[i], b = x[i + half];
-        x[i] = (a * cos[i] - b * sin[i]) * by;
-        x[i + half] = (b * cos[i] + a * sin[i]) * by;
-      }
+// Rows that enter `layer`, if a draft head wants them. Nobody changes them before the next barrier.
+void Model::keep_features(int layer, int num_rows, Thread& own) {
+  for (int index = 0; index < features.count; ++index) {
+    if (features.layers[index] != layer) continue;
+    for (int row = own.index; row < num_rows; row += pool.size()) {
+      const float* from = hidden_.data() + static_cast<size_t>(row) * shape.hidden;
+      uint16_t* to = features.data + (static_cast<size_t>(slots_[row]) * features.count + index) * shape.hidden;
+      for (int i = 0; i < shape.hidden; i += kLanes) narrow(to + i, load(from + i));
     }
   }
-  const int32_t end = span[2] + span[1], last = start + unit.num_rows;
-  const int32_t block = batch.tables[span[3] + start / kBlock];
-  // The span begins to fill its last block and leaves a rest of it.
-  const bool clear = last == end && end % kBlock != 0 && (end - 1) / kBlock * kBlock >= span[2];
-  const float* keys = qkv_.data() + static_cast<size_t>(first_row) * qkv_width_ + (shape.heads + kv_head) * dim;
-  write_block(cache, layer, block, kv_head, start % kBlock, unit.num_rows, keys, keys + shape.kv_heads * dim, qkv_width_, clear);
 }
 
-Queries Model::queries_of(const Batch& batch, const Item& item, int kv_head) const {
-  const int32_t* span = batch.spans + item.span * 4;
-  Queries queries;
-  for (int row = 0; row < item.num_rows; ++row)
-    for (int g = 0; g < group_; ++g) {
-      queries.rows[queries.count] = qkv_.data() + static_cast<size_t>(span[0] + item.first_row + row) * qkv_width_ +
-                                    (kv_head * group_ + g) * shape.dim;
-      queries.visible[queries.count++] = span[2] + item.first_row + row + 1;
+// Which slots the rows have, and what of the draft layer holds no more: a token that changes, and all behind it in its block.
+void Model::note_tokens(const Batch& batch) {
+  slots_.resize(batch.num_rows);
+  for (int32_t span = 0; span < batch.num_spans; ++span) {
+    const int32_t* one = batch.spans + span * 4;
+    for (int32_t row = 0; row < one[1]; ++row) {
+      const int32_t position = one[2] + row, offset = position % kBlock;
+      const int32_t block = batch.tables[one[3] + position / kBlock], slot = block * kBlock + offset;
+      slots_[one[0] + row] = slot;
+      const int32_t token = batch.token_ids[one[0] + row];
+      // Offset 0 is what a block begins to be filled with: what is there may be another sequence's.
+      if (offset == 0 || features.tokens[slot] != token) features.drafted[block] = std::min<uint8_t>(features.drafted[block], offset);
+      features.tokens[slot] = token;
     }
-  return queries;
-}
-
-void Model::attend(const Batch& batch, int layer, const Item& item, int kv_head, Thread& own) {
-  const Queries queries = queries_of(batch, item, kv_head);
-  const int32_t* table = batch.tables + batch.spans[item.span * 4 + 3];
-  attend_part(cache, layer, kv_head, table, queries, 0, own.attention, own.partial);
-  for (int part = 1; part < num_parts(batch, item); ++part) {
-    attend_part(cache, layer, kv_head, table, queries, part, own.attention, own.attention.one);
-    merge(own.partial, own.attention.one, queries.count, shape.dim);
   }
-  finish(batch, item, kv_head, own.partial);
-}
-
-// One part of a context; whoever comes last merges all of them, in order.
-void Model::attend_split(const Batch& batch, int layer, int task, Thread& own) {
-  const int32_t* which = part_tasks_.data() + static_cast<size_t>(task) * 3;
-  const Item& item = items_[which[0]];
-  const Queries queries = queries_of(batch, item, which[1]);
-  const int32_t* table = batch.tables + batch.spans[item.span * 4 + 3];
-  attend_part(cache, layer, which[1], table, queries, which[2], own.attention, partials_[task]);
-  std::atomic<int>& left = parts_left_[static_cast<size_t>(which[0]) * shape.kv_heads + which[1]];
-  if (left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  const int parts = num_parts(batch, item), first = task - which[2];
-  left.store(parts, std::memory_order_relaxed);  // for the next layer
-  for (int part = 1; part < parts; ++part) merge(partials_[first], partials_[first + part], queries.count, shape.dim);
-  finish(batch, item, which[1], partials_[first]);
-}
-
-void Model::finish(const Batch& batch, const Item& item, int kv_head, const Partial& partial) {
-  const int first_row = batch.spans[item.span * 4] + item.first_row, dim = shape.dim;
-  for (int row = 0; row < item.num_rows; ++row)
-    for (int g = 0; g < group_; ++g) {
-      const int index = row * group_ + g;
-      const Floats inverse = all(1.0f / partial.total[index]);
-      float* to = attended_.data() + (static_cast<size_t>(first_row + row) * shape.heads + kv_head * group_ + g) * dim;
-      const float* from = partial.weighted.data() + static_cast<size_t>(index) * dim;
-      for (int d = 0; d < dim; d += kLanes) store(to + d, mul(load(from + d), inverse));
-    }
 }
 
 }  // namespace ts
